@@ -135,3 +135,62 @@ def test_layers_and_scalars_add_up() -> None:
 
 def test_a_scalar_equals_one_device_eagerly() -> None:
     small.assert_trains_as_one_device(with_loss(mean, run_eagerly=True), lambda: small.data().take(3), epochs=1)
+
+
+# --- one micro-batch, which is the batch ------------------------------------------------------------------------------
+
+
+class Contrast(keras.losses.Loss):
+    """Compares all examples of the batch, in place of Keras' own reduction."""
+
+    def __call__(self, targets: Any, outputs: Any, sample_weight: Any = None) -> Any:
+        return mean(targets, outputs) + 0.1 * ops.mean(ops.abs(ops.matmul(outputs, ops.transpose(outputs))))
+
+
+class LargestLoss(keras.Sequential):
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return ops.max(cross_entropies(y, y_pred)) + ops.sqrt(mean(y, y_pred))
+
+
+class AddsRoot(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(ops.sqrt(ops.mean(ops.square(inputs))))
+        return inputs
+
+
+def largest() -> keras.Model:
+    model = LargestLoss(parity_cases.classifier()().layers)
+    model.compile("sgd")
+    return model
+
+
+def adds_root() -> keras.Model:
+    hidden = [layers.Dense(4), AddsRoot(), layers.Dense(parity_cases.NUM_CLASSES)]
+    model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), *hidden])
+    model.compile("sgd", mean)
+    return model
+
+
+def weighted() -> Any:
+    return parity_cases.weighted(37, 8)
+
+
+OF_ONE_MICROBATCH: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any]]] = {
+    "own call": (with_loss(Contrast()), small.data),
+    "circle": (parity_cases.classifier(lambda: keras.optimizers.SGD(1e-4), keras.losses.Circle), small.data),
+    "neither sum nor mean": (with_loss(root, metrics=[total]), small.data),
+    "sample weights": (with_loss(mean), weighted),
+    "mask": (masked, parity_cases.sequence_data),
+    "compute_loss": (largest, small.data),
+    "added loss": (adds_root, small.data),
+}
+
+
+def one_microbatch() -> tfpar.Strategy:
+    return tfpar.Pipeline(2, 1, balance="parameters")
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", OF_ONE_MICROBATCH)
+def test_any_loss_of_one_micro_batch_equals_one_device(name: str) -> None:
+    small.assert_trains_as_one_device(*OF_ONE_MICROBATCH[name], one_microbatch)

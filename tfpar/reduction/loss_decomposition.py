@@ -17,7 +17,7 @@ from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, ker
 from tfpar._compat.tf_divided_memory import memories_of
 from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import metric_trials, part_trials, trial_losses
-from tfpar.reduction.losses import BatchWeights, global_mean, global_sum, reduce_loss
+from tfpar.reduction.losses import BatchWeights, dense_losses, reduce_kind, reduce_loss
 from tfpar.reduction.losses_in_call import PartTrial, Way, cheapest_ways, other_ways
 from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.sum_or_mean import Kind, kinds_of, parts_of, unchanged
@@ -42,7 +42,7 @@ class LossDecomposition:
         call: Calls the model, with its added losses in the order of the step.
         communicates: Whether parts can all-reduce values inside of `call`; micro-batches cannot.
         values_call: Calls the model where the values of its outputs count; None for `call`.
-        divides: Whether the batch has parts.
+        divides: Whether the batch has parts; the losses of an only micro-batch are those of Keras.
         adds_states: Whether parts have metrics of their own, whose states are added.
 
     Raises:
@@ -59,13 +59,13 @@ class LossDecomposition:
         divides: bool = True,
         adds_states: bool = True,
     ) -> None:
-        trial_losses.check_divisible(model)
+        if divides:
+            trial_losses.check_divisible(model)
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
         self._refusals: dict[bool, str] = {}  # of added losses, in training and in evaluation
         # In the order in which Keras reduces the losses of `compile`; None for a loss with a value per example.
         self._scalar_losses: list[Kind | None] = []
-        self.counts_scalars = False
         # Whether a loss inside of `call` is the loss of the whole batch: in training, and in evaluation.
         self._whole_in_call = {True: communicates, False: communicates}
         # If parts do not communicate, the way of each of these losses.
@@ -76,27 +76,41 @@ class LossDecomposition:
         parts = parts_of(batch)
         call, values_call = (self._in_either_mode(one) for one in (call, values_call or call))
         with unchanged(model):
-            if trial_losses.scalar_metrics(model, parts[2], call):
-                self._check_metrics(model, parts, values_call)
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[2])
-            outputs_of = functools.cache(functools.partial(call, model, inputs, training=False))
             if divides:
-                metric_trials.check_metrics(model, batch, outputs_of, adds_states)
-            if not keras_model.overridden(model, "compute_loss"):
-                self._find_losses(model, parts, call, values_call)
-                self._check_made_up(model, batch, outputs_of)
-            else:  # `find_own_loss` classifies it for training and evaluation
-                self._whole_in_call = {True: False, False: False}
-            if keras_metrics.own_metrics(model):
-                self._check_counted_scalars(model, parts, values_call)
+                self._decompose(model, batch, parts, (call, values_call), adds_states)
+            else:
+                self._count_added_losses(model, parts[2], call)
         # With several outputs Keras logs the loss of each, which must be the value over the global batch.
         self.partial_values = not keras_metrics.trackers_of_losses(model)
+
+    def _decompose(
+        self, model: keras.Model, batch: Any, parts: Sequence[Any], calls: Sequence[Callable[..., Any]], adds: bool
+    ) -> None:
+        call, values_call = calls
+        if trial_losses.scalar_metrics(model, parts[2], call):
+            metric_trials.check_scalars(model, parts, values_call)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[2])
+        outputs_of = functools.cache(functools.partial(call, model, inputs, training=False))
+        metric_trials.check_metrics(model, batch, outputs_of, adds)
+        if not keras_model.overridden(model, "compute_loss"):
+            self._find_losses(model, parts, call, values_call)
+            self._check_made_up(model, batch, outputs_of)
+        else:  # `find_own_loss` classifies it for training and evaluation
+            self._whole_in_call = {True: False, False: False}
+        if keras_metrics.own_metrics(model):
+            self._check_counted_scalars(model, parts, values_call)
+
+    def _count_added_losses(self, model: keras.Model, batch: Any, call: Callable[..., Any]) -> None:
+        """Count the losses that layers add, which are those of the batch where it is the only part."""
+        self._whole_in_call = {True: False, False: False}
+        for training in (False, True):
+            self._added_losses[training] = ["mean" for _ in trial_losses.added_losses(model, batch, training, call)]
 
     def _check_made_up(self, model: keras.Model, batch: Any, outputs_of: Callable[[], Any]) -> None:
         """Compare the losses of made-up outputs, for losses that are not known to have a value per example."""
         losses = keras_losses.flat_losses(model)
         is_known = all(map(keras_losses.is_by_example, losses)) and not any(self._scalar_losses)
-        if self._divides and not is_known:
+        if not is_known:
             found = part_trials.loss_kinds(model, batch, outputs_of(), False, Trial() if self._communicates else None)
             kinds = zip(self._scalar_losses, found, strict=False)
             self._scalar_losses = [other or kind for kind, other in kinds]
@@ -193,6 +207,9 @@ class LossDecomposition:
         """
         if not keras_model.overridden(model, "compute_loss"):
             return
+        if not self._divides:
+            self._own_losses[training] = "mean"
+            return
         parts, call = parts_of(batch), self._in_either_mode(call)
         with unchanged(model):
             trial_losses.check_shapes(model, parts[1:], call, training)
@@ -210,7 +227,7 @@ class LossDecomposition:
         self._own_losses[training] = kind or "mean"
 
     def is_own(self, training: bool) -> bool:
-        """Return whether the loss is that of an overridden `compute_loss`, whose losses are those of the part."""
+        """Return whether the loss is that of an overridden `compute_loss`, of the part."""
         return self._own_losses[training] is not None
 
     def _find_added_losses(
@@ -243,17 +260,6 @@ class LossDecomposition:
             return Trial()
         return PartTrial(self.ways[training], int(data.num_rows(parts[2]))) if self.ways[training] else None
 
-    def _check_metrics(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
-        """Refuse a metric function that returns a scalar other than a mean over the batch."""
-        what = "A metric function that returns a scalar"
-        kinds = kinds_of(model, parts, functools.partial(trial_losses.scalar_metrics, call=call), what)
-        self.counts_scalars = True
-        if "sum" in kinds:
-            raise ValueError(
-                f"{what} must average over the batch to be reduced over replicas or micro-batches, and this one sums. "
-                "Let it return one value per example, or train on SingleDevice()."
-            )
-
     def to_json(self) -> str:
         """Return the kinds of the losses as JSON, for a broadcast."""
         return json.dumps([self._scalar_losses, *([found[True], found[False]] for found in self._found)])
@@ -273,7 +279,7 @@ class LossDecomposition:
         """Return, for each loss that layers add, the weight of a part's value in the value of the whole batch."""
         one = tf.ones((), keras.config.floatx())
         alone = counts._replace(sum_divisors=None, partial_values=True)
-        return [_reduce_kind(kind, one, alone) for kind in self._added_losses[training]]
+        return [reduce_kind(kind, one, alone) for kind in self._added_losses[training]]
 
     @contextlib.contextmanager
     def reduce_globally(
@@ -297,21 +303,21 @@ class LossDecomposition:
         positions: collections.Counter[int] = collections.Counter()
 
         def counts() -> BatchWeights:
-            return BatchWeights(
-                example_weight,
-                num_examples[local_replica_id()],
-                everywhere,
-                training and self.partial_values,
-                sum_divisors,
-            )
+            size, partial_values = num_examples[local_replica_id()], training and self.partial_values
+            return BatchWeights(example_weight, size, everywhere, partial_values, sum_divisors)
 
         def reduce_values(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+            if not self._divides:
+                dense = dense_losses(values, reduction)
+                loss: tf.Tensor = keras_losses.reduce_weighted_values(dense, weight, mask, reduction, dtype)
+                if loss.shape.rank == 0:
+                    return loss
             replica = local_replica_id()
             kind = self._scalar_losses[positions[replica]] if self._scalar_losses else None
             positions[replica] += 1
             if kind is not None:
                 trial_losses.check_unweighted(tf.convert_to_tensor(values), weight, mask)
-                return _reduce_kind(kind, tf.convert_to_tensor(values, dtype), counts())
+                return reduce_kind(kind, tf.convert_to_tensor(values, dtype), counts())
             return reduce_loss(values, weight, mask, reduction, dtype, counts())
 
         def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
@@ -325,7 +331,7 @@ class LossDecomposition:
                 )
             # The penalty of a weight is not in the list: it has the same value on every replica, as a mean does.
             kind = "mean" if position is None else self._added_losses[training][position]
-            return _reduce_kind(kind, value, counts())
+            return reduce_kind(kind, value, counts())
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(keras_losses.collect_added_losses(lambda: added[local_replica_id()]))
@@ -334,15 +340,7 @@ class LossDecomposition:
                 stack.enter_context(keras_losses.loss_reduction(reduce_values, reduce_added_loss))
             else:
                 stack.enter_context(keras_losses.local_losses())
-                stack.enter_context(keras_losses.compute_loss_then(lambda loss: _reduce_kind(own_loss, loss, counts())))
+                stack.enter_context(keras_losses.compute_loss_then(lambda loss: reduce_kind(own_loss, loss, counts())))
             in_call = losses_in_call(counts) if self._whole_in_call[training] else keras_losses_in_call.losses_in_call()
             stack.enter_context(in_call)
             yield
-
-
-def _reduce_kind(kind: Kind | None, value: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
-    example_weight = tf.cast(counts.example_weight, value.dtype)
-    if kind == "sum":
-        return global_sum(example_weight * value, counts.partial_values)
-    weight = example_weight * tf.cast(counts.local_size, value.dtype)
-    return global_mean(weight * value, weight, counts.size_of_all(value.dtype), counts.partial_values)

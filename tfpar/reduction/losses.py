@@ -105,7 +105,7 @@ def reduce_loss(
         raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):
         raise ValueError(
-            "With several replicas or micro-batches a loss needs a reduction, received reduction=None. Use "
+            "On replicas and in pipelines a loss needs a reduction, received reduction=None. Use "
             "'sum_over_batch_size', 'sum', 'mean' or 'mean_with_sample_weight'."
         )
     example_weight = tf.cast(counts.example_weight, values.dtype)
@@ -189,6 +189,21 @@ def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALO
     """
     example_weight = tf.cast(counts.example_weight, total.dtype)
     return _mean(example_weight * total, example_weight * weight, None, counts)
+
+
+def reduce_kind(kind: str | None, value: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
+    """Reduce a scalar of a part to that of the whole batch.
+
+    Args:
+        kind: "sum" or "mean", of the examples; None for a mean.
+        value: Scalar, that of this part.
+        counts: The sizes of the per-replica and the global batch.
+    """
+    example_weight = tf.cast(counts.example_weight, value.dtype)
+    if kind == "sum":
+        return global_sum(example_weight * value, counts.partial_values)
+    weight = example_weight * tf.cast(counts.local_size, value.dtype)
+    return global_mean(weight * value, weight, counts.size_of_all(value.dtype), counts.partial_values)
 
 
 def _num_of_all(num_local: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:

@@ -12,8 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call, keras_metrics, keras_model
+from tfpar.reduction import trial_losses
 from tfpar.reduction.metric_logs import all_metrics
 from tfpar.reduction.part_trials import Named, Value, trial_of
+from tfpar.reduction.sum_or_mean import kinds_of
 from tfpar.reduction.trial_examples import Examples, made_up
 from tfpar.reduction.whole_batch import ROUNDING
 
@@ -126,3 +128,23 @@ def _states(model: keras.Model, own: Sequence[keras.Metric], updates: Sequence[E
 
 def _constant(share: float, value: tf.Tensor) -> tf.Tensor:
     return tf.cast(share, value.dtype if value.dtype.is_floating else keras.config.floatx())
+
+
+def check_scalars(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
+    """Refuse a metric function that returns a scalar other than a mean over the batch.
+
+    Args:
+        model: A built and compiled model.
+        parts: One example, some others, all of them.
+        call: Calls the model.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    what = "A metric function that returns a scalar"
+    kinds = kinds_of(model, parts, functools.partial(trial_losses.scalar_metrics, call=call), what)
+    if "sum" in kinds:
+        raise ValueError(
+            f"{what} must average over the batch to be reduced over replicas or micro-batches, and this one sums. "
+            "Let it return one value per example, or train on SingleDevice()."
+        )
