@@ -279,3 +279,43 @@ def test_layers_that_the_loss_alone_builds_have_memory(strategy: Any) -> None:
     expected = model.fit(small.data(), verbose=0).history
     trainer = tfpar.Trainer(taught, strategy(), seed=0)
     small.assert_same_history(trainer.fit(small.data(), verbose=0).history, expected)
+
+
+class FindsClasses(OwnLoss):
+    """Predicts which classes occur in an image, of the classes of its boxes; there is no largest value of no box."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        padded = y.to_tensor(default_value=-1) if isinstance(y, tf.RaggedTensor) else y
+        present = keras.ops.max(keras.ops.one_hot(padded, parity_cases.NUM_CLASSES), axis=1)
+        return keras.ops.mean(keras.ops.binary_crossentropy(present, keras.ops.sigmoid(y_pred)))
+
+
+def finds_classes() -> keras.Model:
+    model = FindsClasses()
+    model.compile(keras.optimizers.SGD(0.05))
+    return model
+
+
+def boxes(lengths: list[int]) -> tf.data.Dataset:
+    classes = tf.RaggedTensor.from_row_lengths(np.arange(sum(lengths)) % parity_cases.NUM_CLASSES, lengths)
+    return tf.data.Dataset.from_tensor_slices((parity_cases.inputs(len(lengths)), classes)).batch(4)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+def test_an_image_without_boxes_beside_others_trains_as_on_one_device(strategy: str) -> None:
+    small.assert_trains_as_one_device(finds_classes, lambda: boxes([1, 3, 2, 0, 1, 4, 2, 2]), STRATEGIES[strategy])
+
+
+def test_a_loss_that_fails_on_every_example_is_refused() -> None:
+    with pytest.raises(ValueError, match="must run on any number of examples, and this one fails on 1 of the first"):
+        tfpar.Trainer(finds_classes, STRATEGIES["mirrored"]()).fit(boxes([0, 0, 0, 0]), verbose=0)
+
+
+class ReturnsValues(OwnLoss):
+    def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
+        return losses
+
+
+def test_a_value_for_each_example_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ReturnsValues\.compute_loss must return a scalar, and returned values of"):
+        trainer_of(ReturnsValues, "mirrored").fit(small.data(), verbose=0)

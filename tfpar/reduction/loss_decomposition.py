@@ -16,7 +16,7 @@ from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar._compat.tf_divided_memory import memories_of
 from tfpar.pipeline.graph.trial_batch import moving_statistics
-from tfpar.reduction import metric_trials, part_trials, trial_losses
+from tfpar.reduction import metric_trials, own_losses, part_trials, trial_losses
 from tfpar.reduction.losses import BatchWeights, dense_losses, reduce_kind, reduce_loss
 from tfpar.reduction.losses_in_call import PartTrial, Way, cheapest_ways, other_ways
 from tfpar.reduction.replicas import local_replica_id
@@ -210,14 +210,14 @@ class LossDecomposition:
         if not self._divides:
             self._own_losses[training] = "mean"
             return
-        parts, call = parts_of(batch), self._in_either_mode(call)
+        call = self._in_either_mode(call)
         with unchanged(model):
+            parts = own_losses.parts_that_run(model, batch, call, training)
             trial_losses.check_shapes(model, parts[1:], call, training)
-            trial_losses.check_own_weights(model, parts[0], call, training)
             try:
                 kind = trial_losses.kind_of_own_loss(model, parts, call, training)
             except ValueError:
-                one, again = (trial_losses.own_loss(model, parts[0], call, training) for _ in range(2))
+                one, again = (own_losses.own_loss(model, parts[0], call, training) for _ in range(2))
                 if not training or one == again:
                     raise
                 # Random numbers in training hide the kind of the loss; evaluation has none.

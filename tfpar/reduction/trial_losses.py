@@ -13,6 +13,7 @@ from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar.reduction.losses import ONE_VALUE, WAY_OUT, dense_losses
 from tfpar.reduction.losses_in_call import PartTrial
+from tfpar.reduction.own_losses import failing_on, loss_of, scalar
 from tfpar.reduction.sum_or_mean import Kind, kinds_of
 from tfpar.reduction.whole_batch import Trial
 
@@ -109,22 +110,8 @@ def _note_losses(
 
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
     outputs = call(model, inputs, training=False)
-    with losses_noted(note_dense), _failing_on(int(data.num_rows(part))):
+    with losses_noted(note_dense), failing_on(int(data.num_rows(part))):
         keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
-
-
-@contextlib.contextmanager
-def _failing_on(num_examples: int) -> Iterator[None]:
-    """Say of an error of TensorFlow in a loss on how many examples it fails, such as the mean of the k largest."""
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        reason = error.message.partition("} ")[2] or error.message
-        raise ValueError(
-            "With several replicas or micro-batches a loss must run on any number of examples, and this one fails on "
-            f"{num_examples} of the first batch: {reason.partition(' [Op:')[0]}. Mend the loss or the targets, or "
-            "train on SingleDevice()."
-        ) from None
 
 
 @contextlib.contextmanager
@@ -208,25 +195,6 @@ def metrics_of(model: keras.Model, part: Any, call: Callable[..., Any]) -> Calla
     return count
 
 
-def own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> list[float]:
-    """Return the value of an overridden `compute_loss`.
-
-    Args:
-        model: A built and compiled model.
-        batch: Some examples.
-        call: Calls the model.
-        training: The argument `training` of `compute_loss`.
-    """
-    return [float(loss_of(model, batch, call, training)())]
-
-
-def loss_of(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> Callable[[], Any]:
-    """Call a model, and return a function that computes its loss from the outputs; arguments as for `own_loss`."""
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    outputs = call(model, inputs, training=False)
-    return lambda: keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
-
-
 def kind_of_own_loss(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool) -> Kind | None:
     """Return the kind of an overridden `compute_loss`, and check the scalars that it counts in metrics.
 
@@ -244,7 +212,7 @@ def kind_of_own_loss(model: keras.Model, parts: Sequence[Any], call: Callable[..
 
     def values(model: keras.Model, part: Any) -> list[float]:
         loss, scalars = _noted(loss_of(model, part, call, training), metrics)
-        return [float(loss), *scalars]
+        return [scalar(model, loss), *scalars]
 
     def what(number: int) -> str:
         return _counted_by(who) if number else f"The loss of {who}"
@@ -252,37 +220,6 @@ def kind_of_own_loss(model: keras.Model, parts: Sequence[Any], call: Callable[..
     kind, *counted = kinds_of(model, parts, values, what)
     _check_metrics(metrics, counted, who)
     return kind
-
-
-def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> None:
-    """Refuse losses in an overridden `compute_loss` that are divided by masks or sample weights.
-
-    Such a loss needs their sum over the whole batch, which `compute_loss` cannot receive. The check reads the
-    arguments of the losses and not their values: the first batch may have nothing to mask.
-
-    Args:
-        model: A built and compiled model.
-        batch: Some examples.
-        call: Calls the model.
-        training: The argument `training` of `compute_loss`.
-
-    Raises:
-        ValueError: If there is such a loss.
-    """
-
-    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
-        by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
-        if reduction not in (None, "none", "sum") and (by_weight or mask is not None):
-            what = f"the weights of reduction={reduction!r}" if by_weight else "a mask"
-            raise ValueError(
-                "With several replicas or micro-batches, the losses of a model that overrides compute_loss are divided "
-                f"by the number of examples, received {what} as the divisor in {type(model).__name__}. Do not override "
-                "compute_loss, or train on SingleDevice()."
-            )
-        return keras_losses.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
-
-    with keras_losses.every_loss_reduction(reduce, keras_losses.aggregate_added_loss):
-        own_loss(model, batch, call, training)
 
 
 def check_counted_scalars(
