@@ -22,7 +22,7 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "mirrored": lambda: tfpar.Mirrored(TWO),
     "optimizer sharded": lambda: tfpar.Mirrored(TWO, shard="optimizer"),
     "weights sharded": lambda: tfpar.Mirrored(TWO, shard="weights"),
-    "pipeline": lambda: tfpar.Pipeline(2, 2, devices=TWO, balance="parameters"),
+    "pipeline": lambda: tfpar.Pipeline(2, 2, devices=TWO),
     "tensor parallel": lambda: tfpar.TensorParallel(2, devices=TWO),
 }
 CUTTING = ("pipeline", "weights sharded")

@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 # The first of several devices to report may be one that only waited for the result that failed.
 _OTHERS_CANCELLED = (
     "An operation of one stage failed, and TensorFlow reports that it cancelled the others. The cause is in its log, "
-    "in a line 'Local rendezvous is aborting with status'; set TF_CPP_MIN_LOG_LEVEL=0 to see it, or train on "
-    "SingleDevice()."
+    "in a line 'Local rendezvous is aborting with status'; start with TF_CPP_MIN_LOG_LEVEL=0 to see it, or train "
+    "on SingleDevice()."
 )
 
 

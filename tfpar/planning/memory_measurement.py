@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state
+from tfpar._compat import keras_model, random_state, tf_tapes
 from tfpar.cluster import process_memory
 from tfpar.pipeline.graph import tracing
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
@@ -249,7 +249,8 @@ def _of_call(
     weights = {id(one): (one, tf.compat.v1.placeholder(one.dtype, one.shape)) for one in call.variables}
     begin = len(graph.get_operations())
     tensors: dict[Value, Any] = dict(given)
-    with keras.StatelessScope(list(weights.values())):
+    pairs = list(weights.values())
+    with keras.StatelessScope(pairs), tf_tapes.watching(pairs):
         tracing.run([call], tensors, training=True)
     middle = len(graph.get_operations())
     outputs = [tensors[value] for value in call.outputs]

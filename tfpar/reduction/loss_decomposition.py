@@ -207,10 +207,13 @@ class LossDecomposition:
         """
         if not keras_model.overridden(model, "compute_loss"):
             return
+        call = self._in_either_mode(call)
         if not self._divides:
+            # Few examples show whether it is a scalar; it need not run on them.
+            with unchanged(model), contextlib.suppress(tf.errors.InvalidArgumentError):
+                own_losses.own_loss(model, parts_of(batch)[2], call, training)
             self._own_losses[training] = "mean"
             return
-        call = self._in_either_mode(call)
         with unchanged(model):
             parts = own_losses.parts_that_run(model, batch, call, training)
             trial_losses.check_shapes(model, parts[1:], call, training)

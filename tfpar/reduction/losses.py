@@ -105,7 +105,7 @@ def reduce_loss(
         raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):
         raise ValueError(
-            "On replicas and in pipelines a loss needs a reduction, received reduction=None. Use "
+            "On replicas and in micro-batches a loss needs a reduction, received reduction=None. Use "
             "'sum_over_batch_size', 'sum', 'mean' or 'mean_with_sample_weight'."
         )
     example_weight = tf.cast(counts.example_weight, values.dtype)

@@ -78,13 +78,14 @@ def scalar(model: keras.Model, loss: Any) -> float:
     Raises:
         ValueError: If it has a value for each example.
     """
-    if tf.convert_to_tensor(loss).shape.rank:
+    value = tf.convert_to_tensor(loss)
+    if value.shape.rank:
         raise ValueError(
-            f"With several replicas or micro-batches {type(model).__name__}.compute_loss must return a scalar, and "
-            f"returned values of shape {tuple(loss.shape)}. Average them over the batch, with a `reduction` of the "
-            "loss or with keras.ops.mean."
+            f"On replicas and in micro-batches {type(model).__name__}.compute_loss must return a scalar, and returned "
+            f"values of shape {tuple(value.shape)}. Average them over the batch, with a `reduction` of the loss or "
+            "with keras.ops.mean."
         )
-    return float(loss)
+    return float(value)
 
 
 def loss_of(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> Callable[[], Any]:

@@ -69,14 +69,30 @@ def num_steps(run: config.Run, given: Any) -> int | None:
     if isinstance(given, types.GeneratorType):
         return None
     if isinstance(given, keras.utils.PyDataset):
-        number = given.num_batches
-        return tf.data.INFINITE_CARDINALITY if number is None else int(number)
+        return _num_batches(given)
     if hasattr(given, "cardinality"):
         number = int(given.cardinality())
         return None if number == tf.data.UNKNOWN_CARDINALITY else number
     if data.is_dataset(given):
-        return len(given) if hasattr(given, "__len__") else None
+        return _length(given)
     return -(-arrays.num_rows(_parts(given)) // run.training.global_batch_size)
+
+
+def _num_batches(given: keras.utils.PyDataset) -> int | None:
+    try:
+        number = given.num_batches
+    except NotImplementedError:  # without `__len__`
+        number = None
+    if number is None:
+        raise ValueError("a PyDataset must end, as an epoch is one pass over it: return its batches from __len__")
+    return int(number)
+
+
+def _length(given: Any) -> int | None:
+    try:
+        return len(given)
+    except TypeError:  # such as a DataLoader of an IterableDataset
+        return None
 
 
 def check(run: config.Run, trainer: RunTrainer) -> None:

@@ -137,11 +137,12 @@ def check_trained(model: keras.Model) -> None:
     own = {id(weight): weight for weight in model.variables if weight.trainable} if model.trainable else {}
     for name in ("trainable_weights", "trainable_variables"):
         named = {id(weight): weight for weight in getattr(model, name)}
-        for key in named.keys() ^ own.keys():
+        other = next((key for key in [*own, *named] if (key in named) != (key in own)), None)
+        if other is not None:
             raise ValueError(
                 f"A strategy trains the weights that are trainable, and {name} of {type(model).__name__} "
-                f"{'adds' if key in named else 'leaves out'} {(own | named)[key].path!r}. Set `trainable` of layers or "
-                "weights in place of the property."
+                f"{'adds' if other in named else 'leaves out'} {(own | named)[other].path!r}. Set `trainable` of "
+                "layers or weights in place of the property."
             )
 
 

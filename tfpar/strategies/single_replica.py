@@ -23,7 +23,7 @@ class SingleReplica(Strategy):
         """Return the dataset of whole global batches."""
         if isinstance(dataset, data.Sharded):
             return Distributed(dataset.global_batches())
-        cuts_batch = self.cuts_model or self.batch_parts[0] > 1
+        cuts_batch = self.cuts_model or self.batch_parts[0] > 1  # a single micro-batch is cut by rows too
         return Distributed(data.map_batches(dataset, data.with_equal_rows) if cuts_batch else dataset)
 
     def local_batch(self, element: Any) -> Any:

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state, tf_function, tf_graph
+from tfpar._compat import keras_model, random_state, tf_function, tf_graph, tf_tapes
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
 from tfpar.pipeline.partition.layer_settings import settings_of
@@ -127,7 +127,7 @@ def _measure_call(
                 max(0.0, one - of_call) for one, of_call in zip(seconds, empty or (0.0, 0.0), strict=True)
             )
             measured[key] = forward, backward, compiled.flops() if flops else 0.0
-    with keras.StatelessScope(variables):
+    with keras.StatelessScope(variables), tf_tapes.watching(variables):
         model_graph.run([call], values, training=True)
     return measured[key]
 
@@ -145,7 +145,8 @@ class _CompiledCall:
         def forward(inputs: Sequence[Any], weights: Sequence[tf.Tensor]) -> list[Any]:
             masked = map(keras_model.with_mask, inputs, masks)
             tensors = dict(zip(call.inputs, masked, strict=True))
-            with keras.StatelessScope([(variable, one) for (variable, _), one in zip(variables, weights, strict=True)]):
+            pairs = [(variable, one) for (variable, _), one in zip(variables, weights, strict=True)]
+            with keras.StatelessScope(pairs), tf_tapes.watching(pairs):
                 model_graph.run([call], tensors, training=True)
             return [tensors[value] for value in call.outputs]
 

@@ -19,7 +19,14 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_probabilities, keras_variables, random_state, tf_divided_memory
+from tfpar._compat import (
+    keras_model,
+    keras_probabilities,
+    keras_variables,
+    random_state,
+    tf_divided_memory,
+    tf_tapes,
+)
 from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, find_batch_dependence
 from tfpar.pipeline.graph.ir import Graph
 from tfpar.pipeline.graph.known_layers import uses_batch_statistics
@@ -86,6 +93,7 @@ def discarding_changes(
     with (
         copies.read_on(homes[0], homes[replica]) if copies else contextlib.nullcontext(),
         keras.StatelessScope(mapping, collect_losses=True) as scope,
+        tf_tapes.watching(mapping),
         random_state.replica_seeds(lambda: replica),
     ):
         before = list(map(scope.get_current_value, variables))
