@@ -71,6 +71,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "a metric": keras.metrics.Mean,
     "a metric of a function": lambda: keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error),
     "probabilities": lambda: keras.activations.softmax(keras.ops.ones((1, 2))),
+    "a tape": tf.GradientTape,
     "a reshaping operation": lambda: operations.Reshape((1,)),
     "a broadcasting operation": lambda: operations.BroadcastTo((1,)),
     "the adapter of a PyDataset": lambda: data_adapters.get_data_adapter(Batches()),

@@ -190,7 +190,7 @@ ROWS = [
     ),
     _keras(
         "keras.src.optimizers.base_optimizer.BaseOptimizer",
-        "build _apply_weight_decay _backend_increment_gradient_accumulators _backend_update_step "
+        "apply_gradients build _apply_weight_decay _backend_increment_gradient_accumulators _backend_update_step "
         "_overwrite_model_variables_with_average_value",
         "optimizers/base_optimizer",
         "the same",
@@ -488,7 +488,7 @@ ROWS = [
         "memory growth where the user has chosen nothing",
     ),
     _tensorflow(
-        "tensorflow.GradientTape",
+        "a tape",
         "_push_tape _watch_accessed_variables",
         "eager/backprop",
         "tapes of users watch the tensors that stand for weights in stages",
