@@ -34,7 +34,7 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
         strategy = strategies.from_settings(settings)
         at_stage("three steps on one device")
         trainer, dataset = make_trainer(found, tfpar.SingleDevice(devices[0]), "float64")
-        # One batch for both: a shuffled dataset that is made again may have another order.
+        # One batch for both: a second dataset may be shuffled in another order.
         batch = tf.nest.map_structure(_in_float64, first_batch(dataset))
         logs, weights = _trained(trainer, batch)
         at_stage(f"three steps of {settings.kind}")

@@ -31,7 +31,7 @@ def failing_on(num_examples: int) -> Iterator[None]:
 def parts_that_run(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> tuple[Any, Any, Any]:
     """Return parts as `parts_of`, the first of them an example whose loss can be computed alone.
 
-    An image without boxes may have no loss, and has one beside others, where its targets are padded.
+    An image without boxes may have no loss alone, but has one in a batch with others, which pads its targets.
 
     Args:
         model: A built and compiled model.
