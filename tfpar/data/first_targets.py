@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar.data.batching.batches import map_batches
+from tfpar.data.batching.batches import copied, map_batches
 
 _NUM_NUMBERS = 3  # for each tensor
 _HASH_BUCKETS = 1 << 20
@@ -37,7 +37,7 @@ class FirstTargets:
 
             is_first = tf.equal(tf.size(self._noted), 0)
             with tf.control_dependencies([tf.cond(is_first, first, lambda: tf.constant(False))]):
-                return tf.nest.map_structure(_copy, batch, expand_composites=True)
+                return copied(batch)
 
         self.dataset = map_batches(dataset, note)
 
@@ -54,10 +54,6 @@ class FirstTargets:
         """Return the fingerprint, empty before the first batch."""
         found: np.ndarray = self._noted.numpy()
         return found
-
-
-def _copy(leaf: Any) -> Any:
-    return None if leaf is None else tf.identity(leaf)
 
 
 def _fingerprint(batch: Any) -> tf.Tensor:

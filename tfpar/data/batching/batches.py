@@ -270,6 +270,21 @@ def _rows_between(leaf: Any, start: Any, stop: Any) -> Any:
     return tf.sparse.slice(leaf, first, size)
 
 
+def copied(batch: Any) -> Any:
+    """Return copies of the tensors of a batch, which wait for the control dependencies of this place; None stays None.
+
+    Args:
+        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+
+    Example:
+        >>> copied({"a": tf.constant([1, 2]), "b": None})["a"].numpy().tolist()
+        [1, 2]
+    """
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.identity(leaf), batch, expand_composites=True
+    )
+
+
 def map_batches(
     dataset: tf.data.Dataset, function: Callable[[Any], Any], num_parallel_calls: int | None = 1
 ) -> tf.data.Dataset:

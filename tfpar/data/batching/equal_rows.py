@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar.data.batching.batches import num_rows
+from tfpar.data.batching.batches import copied, num_rows
 
 _RULE = "Every tensor of a batch must have a row for each example, as the strategy divides batches by rows."
 _PARTS = ("inputs", "targets", "sample_weight")
@@ -46,7 +46,7 @@ def with_equal_rows(batch: Any) -> Any:
     are_equal = tf.reduce_all(tf.equal(rows, rows[0]))
     check = tf.raw_ops.Assert(condition=are_equal, data=[f"{_RULE} Received in {names}:", rows], summarize=len(found))
     with tf.control_dependencies([check]):
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), batch)
+        return copied(batch)
 
 
 def differing_rows(message: str) -> str | None:
