@@ -1,4 +1,4 @@
-"""Tapes of users where tensors stand for weights: in the traces of stages and of losses.
+"""Variables that tensors replace, as in the traces of stages and of losses, and the tapes of users there.
 
 Written for TensorFlow 2.21. A tape watches a `tf.Variable` when it is read, and takes the gradient by its handle
 (`GradientTape.gradient` in tensorflow/python/eager/backprop.py). A tensor in its place is neither watched nor has a
@@ -12,16 +12,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import keras
 import tensorflow as tf
 
 
 @contextlib.contextmanager
-def watching(pairs: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
-    """Let tapes that begin inside this context watch tensors, and take gradients by the variables of these.
+def replaced(pairs: Sequence[tuple[Any, tf.Tensor]], collect_losses: bool = False) -> Iterator[keras.StatelessScope]:
+    """Replace variables by tensors inside this context, also for the tapes of users.
 
     Args:
         pairs: Keras variables, each with the tensor that code reads in its place.
+        collect_losses: As for `keras.StatelessScope`.
+
+    Returns:
+        The scope, which has the values that are assigned inside.
     """
+    with keras.StatelessScope(pairs, collect_losses=collect_losses) as scope, _watching(pairs):
+        yield scope
+
+
+@contextlib.contextmanager
+def _watching(pairs: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
+    """Let tapes that begin inside this context watch tensors, and take gradients by the variables of these."""
     tensors = {id(variable): tensor for variable, tensor in pairs}
     watched = [tensor for tensor in tensors.values() if tensor.dtype.is_floating]
     push = tf.GradientTape._push_tape

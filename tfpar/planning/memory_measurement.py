@@ -249,8 +249,7 @@ def _of_call(
     weights = {id(one): (one, tf.compat.v1.placeholder(one.dtype, one.shape)) for one in call.variables}
     begin = len(graph.get_operations())
     tensors: dict[Value, Any] = dict(given)
-    pairs = list(weights.values())
-    with keras.StatelessScope(pairs), tf_tapes.watching(pairs):
+    with tf_tapes.replaced(list(weights.values())):
         tracing.run([call], tensors, training=True)
     middle = len(graph.get_operations())
     outputs = [tensors[value] for value in call.outputs]

@@ -176,8 +176,7 @@ def _body(
     mapping += zip(arguments, (*given.metric_states, *given.layer_states, *given.parameters), strict=True)
     with (
         tf.device(loss.device),
-        keras.StatelessScope(mapping) as scope,
-        tf_tapes.watching(mapping),
+        tf_tapes.replaced(mapping) as scope,
         random_state.replica_seeds(lambda: given.number),
         keras_losses_in_call.scalars_weighted(lambda _: given.num_counted / given.num_examples),
         tf_function.own_traces(),

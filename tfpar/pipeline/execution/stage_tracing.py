@@ -209,8 +209,7 @@ def _forward_pass(
     with (
         tf_divided_memory.with_values([pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is not None]),
         tf.device(device),
-        keras.StatelessScope(mapping, collect_losses=True) as scope,
-        tf_tapes.watching(mapping),
+        tf_tapes.replaced(mapping, collect_losses=True) as scope,
         random_state.replica_seeds(lambda: place.number),
         # A scalar that a layer gives to a metric is weighted by the micro-batch's part of the batch.
         keras_losses_in_call.scalars_weighted(lambda _: place.part),

@@ -127,7 +127,7 @@ def _measure_call(
                 max(0.0, one - of_call) for one, of_call in zip(seconds, empty or (0.0, 0.0), strict=True)
             )
             measured[key] = forward, backward, compiled.flops() if flops else 0.0
-    with keras.StatelessScope(variables), tf_tapes.watching(variables):
+    with tf_tapes.replaced(variables):
         model_graph.run([call], values, training=True)
     return measured[key]
 
@@ -146,7 +146,7 @@ class _CompiledCall:
             masked = map(keras_model.with_mask, inputs, masks)
             tensors = dict(zip(call.inputs, masked, strict=True))
             pairs = [(variable, one) for (variable, _), one in zip(variables, weights, strict=True)]
-            with keras.StatelessScope(pairs), tf_tapes.watching(pairs):
+            with tf_tapes.replaced(pairs):
                 model_graph.run([call], tensors, training=True)
             return [tensors[value] for value in call.outputs]
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement, tf_graph
+from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement, tf_graph, tf_tapes
 from tfpar.pipeline.partition.stages import Stage, owner_of
 from tfpar.reduction.weight_owners import largest_first, num_bytes
 
@@ -118,7 +118,7 @@ def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[list
         if not copies:
             yield losses
             return
-        with keras.StatelessScope(copies, collect_losses=True) as scope:
+        with tf_tapes.replaced(copies, collect_losses=True) as scope:
             yield losses
         losses += scope.losses
 

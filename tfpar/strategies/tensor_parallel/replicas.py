@@ -92,8 +92,7 @@ def discarding_changes(
     variables = keras_variables.state(model)
     with (
         copies.read_on(homes[0], homes[replica]) if copies else contextlib.nullcontext(),
-        keras.StatelessScope(mapping, collect_losses=True) as scope,
-        tf_tapes.watching(mapping),
+        tf_tapes.replaced(mapping, collect_losses=True) as scope,
         random_state.replica_seeds(lambda: replica),
     ):
         before = list(map(scope.get_current_value, variables))
