@@ -167,7 +167,7 @@ def _way_to_module(module: str, missing: str) -> str:
     if f"{module}.".startswith(f"{missing}."):
         return (
             f"Modules are sought in the current folder, {received.path(os.getcwd(), COLUMNS)}, and on PYTHONPATH, not "
-            f"in the folder of the configuration. {_EXAMPLE}"
+            f"beside the configuration. {_EXAMPLE}"
         )
     return f"{quoted(module)} imports it, or a module that it imports does: install it, or correct the import."
 
