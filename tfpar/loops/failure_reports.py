@@ -18,7 +18,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-# The first of several devices to report may be one that only waited for the result that failed.
+# `strategies/hidden_errors.py` finds most causes; not those on devices of other workers, nor ones that come and go.
 _OTHERS_CANCELLED = (
     "An operation of one stage failed, and TensorFlow reports that it cancelled the others. The cause is in its log, "
     "in a line 'Local rendezvous is aborting with status'; start with TF_CPP_MIN_LOG_LEVEL=0 to see it, or train "

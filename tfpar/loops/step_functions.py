@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_variables
 from tfpar.strategies import Distributed, Strategy, multi_step
+from tfpar.strategies.hidden_errors import revealed
 
 
 class _Trained(NamedTuple):
@@ -99,6 +101,7 @@ class StepFunctions:
         """
         model, strategy = self._model, self._strategy
         step = strategy.train_step if kind == "train" else strategy.evaluate_step
+        run_again = self._again(kind)
 
         def logs() -> dict[str, tf.Tensor]:
             if kind == "train":
@@ -115,6 +118,7 @@ class StepFunctions:
                 device=strategy.step_device,
                 jit_compile=self._whole_step_in_xla,
                 run_eagerly=model.run_eagerly,
+                run_again=run_again,
             )
 
         # One function for elements of any size, but not of any rank: it would forget the number of axes.
@@ -137,6 +141,18 @@ class StepFunctions:
         """
 
         def compile_it() -> Callable[[Any], Any]:
+            predict_batch = compile_step()
+            run_again = self._again("predict")
+            if run_again is None:
+                return predict_batch
+
+            def revealing(batch: Any) -> Any:
+                with revealed(lambda: run_again(batch)):
+                    return predict_batch(batch)
+
+            return revealing
+
+        def compile_step() -> Callable[[Any], Any]:
             if self._model.run_eagerly:
                 return lambda batch: self._strategy.predict_step(self._model, batch)
             in_xla = self._whole_step_in_xla
@@ -159,6 +175,11 @@ class StepFunctions:
 
         compiled: Callable[[Any], Any] = self.once(f"predict {spec}", compile_it)
         return compiled
+
+    def _again(self, kind: str) -> Callable[[Any], None] | None:
+        """Return what runs a failed step again, for its element; None where TensorFlow reports the error."""
+        again = None if self._model.run_eagerly else self._strategy.step_again
+        return None if again is None else functools.partial(again, self._model, kind)
 
     @property
     def _whole_step_in_xla(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Strategy(abc.ABC):
     # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
     has_schedule: bool = False
     cuts_model: bool = False  # into stages, each with its own forward and backward pass
+    # Runs a failed step on an element again to find its error; None where TensorFlow reports it.
+    step_again: Callable[[keras.Model, str, Any], None] | None = None
 
     @property
     def is_chief(self) -> bool:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model, python_draws, random_state, tf_function, typical_draws
-from tfpar.pipeline.graph.batch_dependence import NUM_SEEDS
+from tfpar.pipeline.graph.dependence_trial import NUM_SEEDS
 from tfpar.pipeline.graph.example_comparison import close
 from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import whole_batch

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfpar._compat import tf_custom_gradient, tf_sums
 from tfpar.placement import host_sizes
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
+from tfpar.strategies.hidden_errors import CurrentElement, revealed
 
 SECONDS_PER_CALL = 0.1
 
@@ -50,10 +51,17 @@ class CompiledLoop:
         run: Runs the steps, for the iterator, the upcoming element (an optional), the largest number of steps, and
             whether to stop after a step with a loss that is not finite.
         fill: Copies the tensors of the upcoming element to devices; None to leave them on the host.
+        run_again: Runs the last step again, without an update, for an element like its own, where TensorFlow hides the
+            error of an operation.
     """
 
-    def __init__(self, run: Callable[..., CallResult], fill: Callable[[tf.experimental.Optional], None] | None) -> None:
-        self.run, self._fill = run, fill
+    def __init__(
+        self,
+        run: Callable[..., CallResult],
+        fill: Callable[[tf.experimental.Optional], None] | None,
+        run_again: Callable[[tf.experimental.Optional], None] | None = None,
+    ) -> None:
+        self.run, self._fill, self._run_again = run, fill, run_again
         self._upcoming: tf.experimental.Optional = None
 
     def __call__(
@@ -75,7 +83,9 @@ class CompiledLoop:
             self._fill(upcoming)
         self._upcoming = None  # for good if the steps raise an error
         # What requests no device, such as the upcoming element that the loop returns, stays on the device of the call.
-        with contextlib.nullcontext() if self._fill is None else tf.device(HOST):
+        on_host = contextlib.nullcontext() if self._fill is None else tf.device(HOST)
+        again = self._run_again
+        with contextlib.nullcontext() if again is None else revealed(lambda: again(upcoming)), on_host:
             result = self.run(iterator, upcoming, tf.constant(num_steps), stop_at_nonfinite)
         self._upcoming = result.upcoming
         return result
@@ -91,6 +101,7 @@ def compile_loop(
     device: str | None = None,
     jit_compile: bool = False,
     run_eagerly: bool = False,
+    run_again: Callable[[Any], None] | None = None,
 ) -> CompiledLoop:
     """Compile a loop of steps over an iterator.
 
@@ -117,6 +128,8 @@ def compile_loop(
         device: The device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
         jit_compile: Compile the step with XLA.
         run_eagerly: Run Python step by step, for debugging; then no batch is copied ahead.
+        run_again: Runs a step on an element again, one operation after another and without an update, where TensorFlow
+            hides the error of an operation; None where it reports it.
 
     Returns:
         The loop.
@@ -126,6 +139,7 @@ def compile_loop(
         return contextlib.nullcontext() if run_eagerly else tf.device(device)
 
     ahead = BatchesAhead(step_batch)
+    current = None if run_again is None else CurrentElement()
 
     def loop(iterator: tf.data.Iterator, upcoming: Any, num_steps: tf.Tensor, stops: bool) -> CallResult:
         def more(left: Any, *others: Any) -> tf.Tensor:
@@ -133,7 +147,9 @@ def compile_loop(
 
         def one(left: Any, done: Any, num_finite: Any, examples: Any, waited: Any, upcoming: Any) -> tuple[Any, ...]:
             # The next batch is fetched while the step runs; only the time after the step counts as waiting for data.
-            element = _here(upcoming).get_value()
+            upcoming = _here(upcoming)
+            with tf.control_dependencies([] if current is None else [current.put(upcoming)]):
+                element = upcoming.get_value()
             batch = step_batch(element).batch if run_eagerly else ahead.receive(element)
             with on(device):
                 loss = step(batch)
@@ -175,7 +191,9 @@ def compile_loop(
         jit_compile=jit_compile or None,
     )
     run, first = (tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (loop, fill))
-    return CompiledLoop(run, first)
+    if current is None or run_again is None:
+        return CompiledLoop(run, first)
+    return CompiledLoop(run, first, lambda upcoming: run_again(current.get(upcoming)))
 
 
 def _here(upcoming: Any) -> Any:

@@ -79,6 +79,8 @@ class Staged(SingleReplica):
     ) -> None:
         self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
+        if not any("/job:" in device for device in devices):  # a worker that is lost would not answer
+            self.step_again = self._step_again
         self._groups = groups_of(devices, settings.num_shards)
         self._planner = StagePlanner(
             schedule,
@@ -305,9 +307,20 @@ class Staged(SingleReplica):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
         return self._steps[model].predict_step(inputs, part)
 
+    def _step_again(self, model: keras.Model, kind: str, element: Any) -> None:
+        """Run the actions of a failed step of a kind, "train", "evaluate" or "predict", one after another."""
+        batch, part = self._local_alone(element)
+        if kind == "predict":
+            batch, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        self._steps[model].run_again(batch, part, kind)
+
     def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
         """Return the local batch of an element, and what part of the global batch it is; None for all of it."""
         return element, None
+
+    def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
+        """Return what `_local` does, without the other workers: the local batch stands for the global one."""
+        return self._local(element)
 
     def _agree(self, value: Any) -> Any:
         """Return the chief's value of a JSON structure."""

@@ -18,6 +18,7 @@ from tfpar.data.sources import files
 from tfpar.data.sources.held_out import name_hash
 from tfpar.data.sources.split import Split, close_to
 from tfpar.messages import received
+from tfpar.messages.reasons import reason_of
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 CHANNELS = {"grayscale": 1, "rgb": 3, "rgba": 4}
@@ -70,8 +71,8 @@ def corruption(settings: config.Data) -> str | None:
             try:
                 _decode(settings, path)
             except tf.errors.InvalidArgumentError as error:
-                reason = re.sub(r"^\{\{.*?\}\} ?| ?\[Op:\w+\].*", "", error.message.splitlines()[0])
-                return f"{path.numpy().decode()} cannot be decoded as an image ({reason}): remove or replace the file."
+                name, reason = path.numpy().decode(), reason_of(error)
+                return f"{name} cannot be decoded as an image ({reason}): remove or replace the file."
     return None
 
 

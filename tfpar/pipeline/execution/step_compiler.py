@@ -154,6 +154,10 @@ class StepCompiler:
             self._compiled[key] = compiled
         return self._compiled[key]
 
+    def has_compiled(self, batch: Any, *, training: bool) -> bool:
+        """Return whether the programs of a batch are in the cache; the arguments as `compile_replicas`."""
+        return (training, str(_specs(batch))) in self._compiled
+
     def _compile(self, batch: Any, specs: Any, *, training: bool) -> list[StepPrograms]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
         specs = taken_after_stages(self.staged.model, specs)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer, tf_function
 from tfpar._compat.tf_divided_memory import lasting_pieces
+from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.peers import LocalPart, Peers
@@ -154,13 +155,7 @@ class PipelineSteps:
             inputs: The inputs of the model, for a global batch or for the local batch of this worker.
             part: As for `train_step`.
         """
-        with tf_function.outside_of_functions():
-            programs = self.compiler.stages_of_replicas(inputs, training=False)
-        microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
-        executions = [
-            Execution(of_one, of_replica, one, first_microbatch=first)
-            for of_one, of_replica, first in zip(programs, microbatches, self._first_microbatches, strict=True)
-        ]
+        programs, executions = self._forward_passes(inputs, part)
         for execution in executions:
             execution.run(segments(self._forward_actions()))
         changes = added_changes([execution.variables.changes() for execution in executions])
@@ -174,6 +169,34 @@ class PipelineSteps:
             specs = [programs[0].specs[value] for value in programs[0].outputs]
             outputs = [spec.received(one, None) for spec, one in zip(specs, whole, strict=True)]
         return self._staged.packed_outputs(outputs)
+
+    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[list[Programs], list[Execution]]:
+        """Return the programs of each replica for a prediction, and their execution."""
+        with tf_function.outside_of_functions():
+            programs = self.compiler.stages_of_replicas(inputs, training=False)
+        microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
+        return programs, [
+            Execution(of_one, of_replica, one, first_microbatch=first)
+            for of_one, of_replica, first in zip(programs, microbatches, self._first_microbatches, strict=True)
+        ]
+
+    def run_again(self, batch: Any, part: LocalPart | None, kind: str) -> None:
+        """Run the actions of a failed step one after another, without the other workers, until an operation fails.
+
+        No state changes: states and weights are assigned at the end of a step.
+
+        Args:
+            batch: The batch of the step; of `predict` the inputs alone.
+            part: The part of the global batch that it is.
+            kind: "train", "evaluate" or "predict".
+        """
+        training = kind == "train"
+        actions = Segment(tuple(self._of_one_replica.in_order() if training else self._forward_actions()))
+        if kind == "predict":
+            for execution in self._forward_passes(batch, part)[1]:
+                execution.run([actions])
+        elif self._peers is None or self.compiler.has_compiled(batch, training=training):  # workers compile together
+            self._begin(batch, self._loss_scale(), part, training=training, alone=True).run([actions])
 
     def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Add the actions of a schedule on a batch to the graph, without an update, and measure when each runs.
@@ -218,10 +241,17 @@ class PipelineSteps:
             return scale
 
     def _begin(
-        self, batch: Any, scale: tf.Tensor, part: LocalPart | None, *, training: bool, timed: bool = False
+        self,
+        batch: Any,
+        scale: tf.Tensor,
+        part: LocalPart | None,
+        *,
+        training: bool,
+        timed: bool = False,
+        alone: bool = False,
     ) -> StepContext:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
-        of_replicas, peers = self._cut(batch, part, training=training), None if timed else self._peers
+        of_replicas, peers = self._cut(batch, part, training=training), None if timed or alone else self._peers
         microbatches = of_replicas[0]
         batch = _plain(batch)
         with tf_function.outside_of_functions():

@@ -16,14 +16,16 @@ from tfpar import data
 NUM_EXAMPLES = 4
 
 
-def trial_examples(inputs: Sequence[Any]) -> list[Any]:
+def trial_examples(inputs: Sequence[Any], changed: bool = True) -> list[Any]:
     """Return two or four different examples of a batch; ragged ones differ in their lengths too.
 
     Args:
         inputs: A batch of a model's flat inputs, `[examples, ...]` each, with at least one example.
+        changed: Whether their values may change, so that equal examples differ.
 
     Returns:
-        The first examples with small changes, or four permutations of the elements of a single example.
+        The first examples with small changes, or four permutations of the elements of a single example; without
+        changes the first examples, or four times a single one.
 
     Example:
         >>> [tensor.shape for tensor in trial_examples([tf.ones([8, 3])])]
@@ -31,8 +33,10 @@ def trial_examples(inputs: Sequence[Any]) -> list[Any]:
     """
     size = min(NUM_EXAMPLES, *(int(data.num_rows(tensor)) for tensor in inputs))
     if size == 1:
-        inputs, size = [_permutations(tensor) for tensor in inputs], NUM_EXAMPLES
-    return [_varied(data.take_rows(tensor, 0, 2 * (size // 2))) for tensor in inputs]
+        several = _permutations if changed else _copies
+        inputs, size = [several(tensor) for tensor in inputs], NUM_EXAMPLES
+    taken = [data.take_rows(tensor, 0, 2 * (size // 2)) for tensor in inputs]
+    return [_varied(tensor) for tensor in taken] if changed else taken
 
 
 def first_examples(batch: Any) -> Any:
@@ -126,12 +130,14 @@ def _structure(batch: Any) -> str:
 
 def _permutations(tensor: Any) -> Any:
     """Return four permutations of the elements of a single example, such as the words of a text."""
-    if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
-        return data.join_batches([data.take_rows(tensor, 0, 1)] * NUM_EXAMPLES)
+    if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor) or tf.convert_to_tensor(tensor).shape.rank == 1:
+        return _copies(tensor)
     tensor = tf.convert_to_tensor(tensor)
-    if tensor.shape.rank == 1:
-        return tf.repeat(tensor[:1], NUM_EXAMPLES)
     return tf.concat([tf.roll(tensor[:1], number, -1) for number in range(NUM_EXAMPLES)], 0)
+
+
+def _copies(tensor: Any) -> Any:
+    return data.join_batches([data.take_rows(tensor, 0, 1)] * NUM_EXAMPLES)
 
 
 def _varied(tensor: Any) -> Any:

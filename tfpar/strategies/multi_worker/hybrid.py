@@ -302,6 +302,12 @@ class Hybrid(Worker, Staged):
         batch, num_counted, _ = element
         return batch, LocalPart(num_counted, self._size_of(element))
 
+    def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
+        if self.num_workers == 1:
+            return element, None
+        batch, num_counted, _ = element
+        return batch, LocalPart(num_counted, num_counted)
+
 
 def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
     if isinstance(pipeline, TensorParallel):
