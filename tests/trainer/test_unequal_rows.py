@@ -76,3 +76,13 @@ def test_equal_rows_of_every_kind_stay_as_they_are(kind: str) -> None:
 
 def test_another_error_has_no_such_sentence() -> None:
     assert differing_rows("OOM when allocating tensor") is None
+
+
+@small.each_splitting_strategy
+def test_a_tensor_of_unknown_rank_is_refused_by_its_name(strategy: str) -> None:
+    def copied(inputs: dict[str, tf.Tensor], targets: dict[str, tf.Tensor]) -> tuple[object, object]:
+        return inputs, targets | {"others": tf.numpy_function(np.copy, [targets["others"]], tf.float32)}
+
+    trainer = tfpar.Trainer(build, small.SPLITTING_STRATEGIES[strategy](), seed=0)
+    with pytest.raises(ValueError, match=r"axes, received targets\['others'\] of unknown shape.*ensure_shape"):
+        trainer.fit(batches(2, 2).map(copied), verbose=0)

@@ -15,7 +15,7 @@ from tfpar.data.batching.batches import (
     take_rows,
     to_numpy,
 )
-from tfpar.data.batching.equal_rows import differing_rows, with_equal_rows
+from tfpar.data.batching.equal_rows import check_ranks, differing_rows, with_equal_rows
 from tfpar.data.batching.varied_rows import varied_first
 from tfpar.data.errors import UserMessage, cause_of, user_message
 from tfpar.data.first_targets import FirstTargets
@@ -42,6 +42,7 @@ __all__ = [
     "by_example",
     "by_file",
     "cause_of",
+    "check_ranks",
     "check_same_inputs",
     "class_weights",
     "describe",

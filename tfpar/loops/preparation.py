@@ -22,7 +22,7 @@ from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings
 from tfpar.reduction import objective
-from tfpar.strategies import Distributed, Strategy, model_checks, untracked_state
+from tfpar.strategies import Distributed, SingleDevice, Strategy, model_checks, untracked_state
 from tfpar.strategies.multi_step import CompiledLoop
 
 
@@ -180,6 +180,8 @@ class Preparation:
         """Return the distributed dataset, its Python source, and a dataset with the first element of that source."""
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
+            if not isinstance(self._strategy, SingleDevice):
+                data.check_ranks(dataset.element_spec)
         self._first_targets = None
         if isinstance(dataset, tf.data.Dataset) and self._strategy.num_workers > 1:
             self._first_targets = data.FirstTargets(dataset)

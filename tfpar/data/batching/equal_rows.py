@@ -37,7 +37,7 @@ def with_equal_rows(batch: Any) -> Any:
     """
     found = [(path, leaf) for path, leaf in keras.tree.flatten_with_path(batch) if leaf is not None]
     static = {leaf.shape[0] if leaf.shape.rank else None for _, leaf in found}
-    names = ", ".join(_name(path) for path, _ in found)
+    names = ", ".join(name_in_batch(path) for path, _ in found)
     if None not in static and len(static) > 1:
         raise ValueError(_sentence(", ".join(str(leaf.shape[0]) for _, leaf in found), names))
     if None not in static or len(found) < 2:
@@ -47,6 +47,27 @@ def with_equal_rows(batch: Any) -> Any:
     check = tf.raw_ops.Assert(condition=are_equal, data=[f"{_RULE} Received in {names}:", rows], summarize=len(found))
     with tf.control_dependencies([check]):
         return copied(batch)
+
+
+def check_ranks(spec: Any) -> None:
+    """Refuse a dataset whose tensors may have any number of axes, and so no rows to divide.
+
+    Args:
+        spec: The `element_spec` of a `tf.data.Dataset`.
+
+    Raises:
+        ValueError: If a tensor has an unknown rank.
+
+    Example:
+        >>> check_ranks(tf.TensorSpec([None, 3]))
+    """
+    for path, leaf in keras.tree.flatten_with_path(spec):
+        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is None:
+            raise ValueError(
+                f"The tensors of a dataset must have a known number of axes, received {name_in_batch(path)} of unknown "
+                "shape, as from tf.numpy_function and tf.py_function. Set it in the dataset: value = "
+                "tf.ensure_shape(value, [None, 28, 28])."
+            )
 
 
 def differing_rows(message: str) -> str | None:
@@ -68,8 +89,16 @@ def _sentence(rows: str, names: str) -> str:
     return f"{_RULE} Received {rows} rows in {names}. Yield as many in each, or train on SingleDevice()."
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    """Return the name of a tensor of a batch, such as `inputs['image']`."""
+def name_in_batch(path: tuple[Any, ...]) -> str:
+    """Return the name of a tensor of a batch for a message.
+
+    Args:
+        path: The keys that lead to it, as `keras.tree.flatten_with_path` gives them.
+
+    Example:
+        >>> name_in_batch((0, "image"))
+        "inputs['image']"
+    """
     if not path:
         return _PARTS[0]
     first, *others = path
