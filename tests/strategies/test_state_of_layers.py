@@ -106,6 +106,13 @@ def test_other_state_is_refused_before_the_first_step(name: str, update: str) ->
     assert int(trainer.model.optimizer.iterations) == 0
 
 
+@pytest.mark.parametrize("name", ["sharded weights", "pipeline", "pipelines"])
+def test_gathered_state_is_refused_where_micro_batches_gather_their_own_rows(name: str) -> None:
+    trainer = tfpar.Trainer(built("sum of gathered"), STRATEGIES[name](), seed=0)
+    with pytest.raises(ValueError, match=r"must update its state as on one device, and after a batch '.*/state'"):
+        fit(trainer.fit)
+
+
 @pytest.mark.parametrize(("update", "aggregation"), [("moving mean", "mean"), ("steps", "sum")])
 def test_state_that_keras_reduces_over_replicas_otherwise_is_refused(update: str, aggregation: str) -> None:
     trainer = tfpar.Trainer(built(update, aggregation), tfpar.Mirrored(TWO), seed=0)

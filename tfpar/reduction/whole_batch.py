@@ -137,6 +137,12 @@ class SumsOfParts:
 class Trial(Rows):
     """Values of the whole batch, recorded in one run of a model and replayed in others.
 
+    Args:
+        gathers: Whether `tfpar.gather` returns the rows of the whole batch, as on replicas; in a pipeline it returns
+            those of the micro-batch.
+        replays_losses: Whether losses inside of `call` are those of the whole batch; they are those of the part in a
+            model with an overridden `compute_loss`.
+
     Example:
         >>> trial = Trial()
         >>> with trial.recording():
@@ -145,7 +151,8 @@ class Trial(Rows):
         ...     part = model(part_of_batch)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gathers: bool = True, replays_losses: bool = True) -> None:
+        self._gathers, self._replays_losses = gathers, replays_losses
         self._values: list[Any] = []
         self._replayed: Iterator[Any] | None = None
         self._start = 0
@@ -161,7 +168,7 @@ class Trial(Rows):
     def recording(self) -> Iterator[None]:
         """Record inside this context the values that a model's `call` computes on the whole batch."""
         self._values, self._replayed, self._sums = [], None, []
-        with keras_losses_in_call.losses_in_call(self._loss), knowing(self):
+        with self._losses_in_call(), knowing(self):
             yield
 
     @contextlib.contextmanager
@@ -172,11 +179,13 @@ class Trial(Rows):
             start: The number of the part's first example.
         """
         self._replayed, self._summed, self._start = iter(self._values), iter(self._sums), start
-        with keras_losses_in_call.losses_in_call(self._loss), knowing(self):
+        with self._losses_in_call(), knowing(self):
             yield
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the recorded rows; those of the part have a gradient, as on a replica."""
+        if not self._gathers:
+            return tensor
         whole = self._value(lambda: tensor)
         if self._replayed is None or not tensor.dtype.is_floating:
             return whole
@@ -191,6 +200,10 @@ class Trial(Rows):
     def losses_add_up(self, tolerance: float) -> bool:
         """Return whether the losses of all parts, once they are replayed, add up to those of the batch."""
         return all(sums.add_up(tolerance) for sums in self._sums)
+
+    def _losses_in_call(self) -> contextlib.AbstractContextManager[None]:
+        of_part = keras_losses_in_call.losses_in_call
+        return of_part(self._loss) if self._replays_losses else of_part()
 
     def _loss(self, *loss: Any) -> Any:
         sums = sums_of(loss)

@@ -44,7 +44,7 @@ _NONE = Found([], [], [])
 
 
 @random_state.preserved_random_state()
-def find(model: keras.Model, batch: Any) -> Found:
+def find(model: keras.Model, batch: Any, gathers: bool = True) -> Found:
     """Find the weights that layers of the user's update otherwise for parts of a batch than for all of it.
 
     The trial has several steps: a layer may update a state in some of them only.
@@ -52,6 +52,7 @@ def find(model: keras.Model, batch: Any) -> Found:
     Args:
         model: A built model.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
+        gathers: Whether `tfpar.gather` returns the rows of the whole batch.
     """
     owners = _owners(model)
     if not owners:
@@ -59,7 +60,7 @@ def find(model: keras.Model, batch: Any) -> Found:
     inputs = few_examples(batch)
     size = int(data.num_rows(inputs)) // 2
     halves = [data.take_rows(inputs, start, start + size) for start in (0, size)]
-    trial = whole_batch.Trial()
+    trial = whole_batch.Trial(gathers)
     original = tf.distribute.ReplicaContext.all_reduce
     reduces: list[Any] = []
 
@@ -154,7 +155,7 @@ def check_microbatches(model: keras.Model, batch: Any) -> None:
     Raises:
         ValueError: If there are any.
     """
-    if others := find(model, batch).others:
+    if others := find(model, batch, gathers=False).others:
         raise refusal(model, others, "Reduce with a mean, or train on SingleDevice().")
 
 
