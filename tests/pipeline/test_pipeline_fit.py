@@ -15,7 +15,7 @@ from keras import layers, ops
 import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support.parity_cases import NUM_FEATURES, inputs, labels
-from tests.support.pipeline_models import NUM_EXAMPLES, TOLERANCE, crossentropy, deep, labelled
+from tests.support.pipeline_models import NUM_EXAMPLES, TOLERANCE, batched, crossentropy, deep, labelled, tokens
 from tests.support.small import assert_same_history, assert_same_state, state
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -59,6 +59,22 @@ def test_run_eagerly_and_several_steps_a_call_change_nothing() -> None:
         trainer.fit(labelled(), verbose=0, **more)
         states.append(state(trainer.model))
     assert_same_state(states[1], states[0], 1e-6)
+
+
+def test_eager_steps_of_many_micro_batches_train_embeddings_and_predict() -> None:
+    def build() -> keras.Model:
+        embedding, pooling = layers.Embedding(12, 4), layers.GlobalAveragePooling1D()
+        model = keras.Sequential([keras.Input((5,), dtype="int32"), embedding, pooling, layers.Dense(3)])
+        model.compile("sgd", crossentropy(), run_eagerly=True)
+        return model
+
+    dataset = batched(tokens(5), labels(NUM_EXAMPLES))
+    keras.utils.set_random_seed(0)
+    model = build()
+    expected = model.fit(dataset, verbose=0).history
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 6, balance="parameters"), seed=0)
+    assert_same_history(trainer.fit(dataset, verbose=0).history, expected, 1e-5)
+    np.testing.assert_allclose(trainer.predict(dataset, verbose=0), model.predict(dataset, verbose=0), rtol=1e-4)
 
 
 def test_the_arguments_and_callbacks_of_fit_work_as_in_keras(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class LiveTensors:
             [part.shape if key.microbatch is None else _any_rows(part) for part in parts]
             for key, parts in zip(keys, flat, strict=True)
         ]
-        lengths = dict(self._lengths)
+        lengths, changes = dict(self._lengths), dict[Key, int]()  # of the queues, before the loop and by an iteration
         origins = [part.device for part in tf.nest.flatten(flat)]
         devices: dict[Any, str] = {}
 
@@ -139,7 +139,9 @@ class LiveTensors:
             inputs = [part.ref() for part in tf.nest.flatten(carried)]
             devices.update(zip(inputs, origins, strict=True))
             self._held = {key: _packed(before[key], parts) for key, parts in zip(keys, carried, strict=True)}
+            begin = dict(self._lengths)
             act(index * shift)
+            changes.update({key: length - begin.get(key, 0) for key, length in self._lengths.items()})
             assert set(self._held) == {key.later(shift) for key in keys}, "a loop holds as many tensors as before"
             return [index + 1, *(_parts(self._held[key.later(shift)]) for key in keys)]
 
@@ -156,8 +158,8 @@ class LiveTensors:
             key.later(shift * num_iterations): _packed(before[key], parts)
             for key, parts in zip(keys, after, strict=True)
         }
-        for key, length in self._lengths.items():
-            self._lengths[key] = lengths[key] + (length - lengths[key]) * num_iterations
+        # Not counted in the body, which runs once for each iteration if it runs eagerly, and else once.
+        self._lengths = {key: lengths.get(key, 0) + changes.get(key, 0) * num_iterations for key in self._lengths}
 
 
 def _results_where_computed(devices: Mapping[Any, str]) -> Any:
