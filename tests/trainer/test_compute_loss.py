@@ -319,3 +319,25 @@ class ReturnsValues(OwnLoss):
 def test_a_value_for_each_example_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ReturnsValues\.compute_loss must return a scalar, and returned values of"):
         trainer_of(ReturnsValues, "mirrored").fit(small.data(), verbose=0)
+
+
+class Contrasts(OwnLoss):
+    """Compares each example with all others of the batch: for each of its own, or for the whole batch on each replica."""
+
+    def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
+        rows = keras.ops.normalize(outputs, axis=-1)
+        others = tfpar.gather(rows)
+        own = keras.ops.logsumexp(keras.ops.matmul(rows, keras.ops.transpose(others)), axis=-1)
+        spread = keras.ops.mean(keras.ops.square(others - keras.ops.mean(others, axis=0)))
+        return keras.ops.mean(losses + own) - spread
+
+
+def test_rows_of_the_whole_batch_reach_an_own_loss_on_replicas() -> None:
+    keras.utils.set_random_seed(0)
+    model = build(Contrasts)
+    expected = model.fit(small.data(), verbose=0, validation_data=small.data()).history
+    trainer = trainer_of(Contrasts, "mirrored")
+    small.assert_same_history(trainer.fit(small.data(), verbose=0, validation_data=small.data()).history, expected)
+    small.assert_same_state(trainer.model.get_weights(), model.get_weights(), 1e-5)
+    with pytest.raises(ValueError, match="must be a sum or a mean over the batch"):
+        trainer_of(Contrasts, "pipeline").fit(small.data(), verbose=0)

@@ -217,16 +217,17 @@ class LossDecomposition:
         with unchanged(model):
             parts = own_losses.parts_that_run(model, batch, call, training)
             trial_losses.check_shapes(model, parts[1:], call, training)
+            trial = Trial(replays_losses=False) if self._communicates else None
             try:
-                kind = trial_losses.kind_of_own_loss(model, parts, call, training)
+                kind = trial_losses.kind_of_own_loss(model, parts, call, training, trial)
             except ValueError:
                 one, again = (own_losses.own_loss(model, parts[0], call, training) for _ in range(2))
                 if not training or one == again:
                     raise
                 # Random numbers in training hide the kind of the loss; evaluation has none.
-                kind = trial_losses.kind_of_own_loss(model, parts, call, training=False)
+                kind = trial_losses.kind_of_own_loss(model, parts, call, False, trial)
             outputs = call(model, keras.utils.unpack_x_y_sample_weight(parts[2])[0], training=False)
-            part_trials.loss_kinds(model, batch, outputs, training)
+            part_trials.loss_kinds(model, batch, outputs, training, trial)
         self._own_losses[training] = kind or "mean"
 
     def is_own(self, training: bool) -> bool:

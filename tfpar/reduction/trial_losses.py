@@ -195,7 +195,9 @@ def metrics_of(model: keras.Model, part: Any, call: Callable[..., Any]) -> Calla
     return count
 
 
-def kind_of_own_loss(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool) -> Kind | None:
+def kind_of_own_loss(
+    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool, trial: Trial | None
+) -> Kind | None:
     """Return the kind of an overridden `compute_loss`, and check the scalars that it counts in metrics.
 
     Args:
@@ -203,6 +205,7 @@ def kind_of_own_loss(model: keras.Model, parts: Sequence[Any], call: Callable[..
         parts: One example, some others, all of them.
         call: Calls the model.
         training: The argument `training` of `compute_loss`.
+        trial: Replays the rows that the loss gathers; None where parts cannot gather.
 
     Raises:
         ValueError: As `kinds_of` and `check_counted_scalars`.
@@ -217,7 +220,7 @@ def kind_of_own_loss(model: keras.Model, parts: Sequence[Any], call: Callable[..
     def what(number: int) -> str:
         return _counted_by(who) if number else f"The loss of {who}"
 
-    kind, *counted = kinds_of(model, parts, values, what)
+    kind, *counted = kinds_of(model, parts, values, what, trial)
     _check_metrics(metrics, counted, who)
     return kind
 
