@@ -322,7 +322,7 @@ def test_a_value_for_each_example_is_refused() -> None:
 
 
 class Contrasts(OwnLoss):
-    """Compares each example with all others of the batch: for each of its own, or for the whole batch on each replica."""
+    """Compares each example with all others of the batch, and adds a value of the whole batch."""
 
     def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
         rows = keras.ops.normalize(outputs, axis=-1)
