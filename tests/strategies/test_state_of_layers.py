@@ -106,6 +106,52 @@ def test_other_state_is_refused_before_the_first_step(name: str, update: str) ->
     assert int(trainer.model.optimizer.iterations) == 0
 
 
+class AlwaysUpdated(Centred):
+    """A layer that updates its state in inference too, as without the argument `training`."""
+
+    def call(self, inputs: Any) -> Any:
+        outputs = inputs - self.state
+        self.state.assign(UPDATES[self.update](self.state, inputs))
+        return outputs
+
+
+def always_updated(update: str) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), AlwaysUpdated(update), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_state_that_evaluation_and_prediction_update_is_exact(name: str) -> None:
+    arrays = parity_cases.inputs(23), parity_cases.labels(23)
+
+    def outputs_after(model: Any) -> Any:
+        fit(model.fit)
+        model.evaluate(*arrays, batch_size=7, verbose=0)
+        model.predict(arrays[0], batch_size=7, verbose=0)
+        return model.predict(arrays[0], batch_size=7, verbose=0)
+
+    with computing_in("float64"):
+        keras.utils.set_random_seed(0)
+        model = always_updated("moving mean")()
+        expected = outputs_after(model)
+        trainer = tfpar.Trainer(always_updated("moving mean"), STRATEGIES[name](), seed=0)
+        np.testing.assert_allclose(outputs_after(trainer), expected, rtol=1e-11)
+        np.testing.assert_allclose(trainer.model.layers[0].state, model.layers[0].state, rtol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("name", ["mirrored", "pipeline"])
+def test_other_state_that_inference_updates_is_refused(name: str, method: str) -> None:
+    trainer = tfpar.Trainer(always_updated("maximum"), STRATEGIES[name](), seed=0)
+    arrays = parity_cases.inputs(23), parity_cases.labels(23)
+    with pytest.raises(ValueError, match=r"after a batch in inference '.*/state' is not its mean over the parts"):
+        getattr(trainer, method)(*(arrays if method == "evaluate" else arrays[:1]), verbose=0)
+
+
 @pytest.mark.parametrize("name", ["sharded weights", "pipeline", "pipelines"])
 def test_gathered_state_is_refused_where_micro_batches_gather_their_own_rows(name: str) -> None:
     trainer = tfpar.Trainer(built("sum of gathered"), STRATEGIES[name](), seed=0)

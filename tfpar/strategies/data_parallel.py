@@ -195,8 +195,7 @@ class DataParallel(DividesState):
         with self.raising_on_all_workers():
             gathered = batch_dependence.resolve(model, batch, names, training) if names else []
         self._runs_of(model).gathered[training] = gathered
-        if training:
-            self._runs_of(model).find_states(model, batch, self)
+        self._runs_of(model).find_states(model, batch, training, self)
 
     def _first_found(self, names: list[str]) -> list[str]:
         """Return the names of the first worker that found any."""

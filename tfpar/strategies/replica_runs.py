@@ -51,7 +51,8 @@ class ReplicaRuns:
     Attributes:
         losses: The reduction of the model's losses over replicas; None for one replica and for objectives.
         gathered: The calls that take the whole batch, by whether the model trains.
-        averaged: The weights that layers update, to whose mean over the replicas each step sets them.
+        averaged: The weights that layers update, to whose mean over the replicas each step sets them, by whether the
+            model trains.
         lookup_kinds: The kinds of embedding lookups for each objective; None without lookups.
     """
 
@@ -60,7 +61,7 @@ class ReplicaRuns:
         self._generator = random_state.GeneratorOnReplicas(strategy)
         self.losses: LossDecomposition | None = None
         self.gathered: dict[bool, list[batch_dependence.Mixed]] = {}
-        self.averaged: list[keras.Variable] = []
+        self.averaged: dict[bool, list[keras.Variable]] = {}
         self.lookup_kinds: list[indexed_slices.LookupKinds] | None = None
 
     def renew_generator(self) -> None:
@@ -92,27 +93,28 @@ class ReplicaRuns:
         adds_losses = self.losses is not None and self.losses.adds_losses(training)
         return suits(model) and not looks_up and not adds_losses
 
-    def find_states(self, model: keras.Model, batch: Any, workers: Workers) -> None:
+    def find_states(self, model: keras.Model, batch: Any, training: bool, workers: Workers) -> None:
         """Find the states to average, or refuse a model with states that are no mean over the replicas.
 
         Args:
             model: A built model.
             batch: A batch.
+            training: Whether the model trains in the next steps.
             workers: The strategy, whose workers take the chief's decision.
 
         Raises:
             ValueError: If a state after a batch is not its mean over the replicas.
         """
-        with workers.raising_on_all_workers(), self.gathering(True):
-            found = state_trials.find(model, batch)
+        with workers.raising_on_all_workers(), self.gathering(training):
+            found = state_trials.find(model, batch, training)
             kinds = [weight.aggregation for weight in model.weights]
             # Keras reduces these by itself: without regard to the examples of each part, or n times a value.
             reduced = [number for number in found.averaged if kinds[number] != "none"]
             reduced += [number for number in found.equal if kinds[number] == "sum"]
             if others := found.others + reduced:
-                raise state_trials.refusal(model, others, _WAY_OUT)
+                raise state_trials.refusal(model, others, training, _WAY_OUT)
         numbers = json.loads(workers.broadcast(json.dumps(found.averaged).encode()))
-        self.averaged = [model.weights[number] for number in numbers]
+        self.averaged[training] = [model.weights[number] for number in numbers]
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -143,17 +145,10 @@ class ReplicaRuns:
         def on_own_part(parts: Sequence[Any]) -> Any:
             replica = local_replica_id()
             counted_here = _of_replica(num_counted, replica)
-            if num_examples is None:
-                # No worker has the global batch: one sum for all losses and metrics, before the forward pass.
-                sums[replica] = sum_over_replicas(counted_here)
-                fractions[replica] = tf.cast(counted_here / sums[replica], keras.config.floatx())
-            else:
-                sums[replica] = num_examples
-                with tf.device(HOST):
-                    fractions[replica] = tf.cast(counted_here / num_examples, keras.config.floatx())
+            # Where no worker has the global batch: one sum for all losses and metrics, before the forward pass.
+            sums[replica], fractions[replica] = _share(counted_here, num_examples)
             results = on_replica(parts[replica], counted_here)
-            if training and self.averaged:
-                average_by_examples(self.averaged, fractions[replica])
+            average_by_examples(self.averaged.get(training, ()), fractions[replica])
             return results
 
         with contextlib.ExitStack() as stack:
@@ -206,8 +201,13 @@ class ReplicaRuns:
         """
 
         def on_replica(parts: Sequence[Any]) -> Any:
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
-            return then(self.call(model, inputs, training=False))
+            replica, averaged = local_replica_id(), self.averaged.get(False)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[replica])
+            outputs = self.call(model, inputs, training=False)
+            if averaged:
+                _, fraction = _share(_of_replica(num_counted, replica), num_examples)
+                average_by_examples(averaged, fraction)
+            return then(outputs)
 
         parts, num_counted, example_weight, num_examples = batch
         rows = RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)
@@ -225,6 +225,20 @@ class ReplicaRuns:
                 return function(parts)
 
         return self._strategy.run(here, args=(parts,))
+
+
+def _share(counted_here: tf.Tensor, num_examples: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the size of the global batch, and the share of the calling replica's examples in it.
+
+    Args:
+        counted_here: The number of its examples to count.
+        num_examples: The size of the global batch; None if no worker has it.
+    """
+    if num_examples is None:
+        total = sum_over_replicas(counted_here)
+        return total, tf.cast(counted_here / total, keras.config.floatx())
+    with tf.device(HOST):
+        return num_examples, tf.cast(counted_here / num_examples, keras.config.floatx())
 
 
 def _of_replica(counts: tf.Tensor, replica: int) -> tf.Tensor:

@@ -253,8 +253,7 @@ class StagePlanner:
             check_synchronized(graph)
         with tf.device(self._devices[0]), full_precision():
             check_batch_independence(graph, model_graph.standardize(model, inputs), training)
-            if training:
-                state_trials.check_microbatches(model, batch)
+            state_trials.check_microbatches(model, batch, training)
         checked[training] = compilation
 
     def _measure(

@@ -1,4 +1,4 @@
-"""Trials before the first step of the state that layers of the user's update in training, such as moving means.
+"""Trials before the first step of the state that layers of the user's update, such as moving means.
 
 whole    a b c d ─► 0.9 s + 0.1 mean(a b c d)
 part 0   a b     ─► 0.9 s + 0.1 mean(a b) ─┐
@@ -44,7 +44,7 @@ _NONE = Found([], [], [])
 
 
 @random_state.preserved_random_state()
-def find(model: keras.Model, batch: Any, gathers: bool = True) -> Found:
+def find(model: keras.Model, batch: Any, training: bool, gathers: bool = True) -> Found:
     """Find the weights that layers of the user's update otherwise for parts of a batch than for all of it.
 
     The trial has several steps: a layer may update a state in some of them only.
@@ -52,6 +52,7 @@ def find(model: keras.Model, batch: Any, gathers: bool = True) -> Found:
     Args:
         model: A built model.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
+        training: Whether the model trains in the steps.
         gathers: Whether `tfpar.gather` returns the rows of the whole batch.
     """
     owners = _owners(model)
@@ -73,12 +74,12 @@ def find(model: keras.Model, batch: Any, gathers: bool = True) -> Found:
     with typical_draws.typical_draws(), mock.patch.object(tf.distribute.ReplicaContext, "all_reduce", all_reduce):
         for step in range(_NUM_STEPS):
             with trial.recording():
-                after = _after_step(model, inputs, whole, owners, step)
+                after = _after_step(model, inputs, whole, owners, step, training)
             if after is None:
                 return _NONE
             for number, half in enumerate(halves):
                 with trial.replaying(number * size):
-                    of_part = _after_step(model, half, parts[number], owners, step)
+                    of_part = _after_step(model, half, parts[number], owners, step, training)
                 if of_part is None:
                     return _NONE
                 parts[number] = of_part
@@ -125,7 +126,7 @@ def _close(one: tf.Tensor, other: tf.Tensor, kind: tf.DType) -> bool:
 
 
 def _after_step(
-    model: keras.Model, inputs: Any, before: _States, owners: Mapping[int, keras.Layer], step: int
+    model: keras.Model, inputs: Any, before: _States, owners: Mapping[int, keras.Layer], step: int, training: bool
 ) -> _States | None:
     """Return the states after a step that begins with others; None if the model fails on a few examples."""
     weights = model.weights
@@ -138,34 +139,37 @@ def _after_step(
         moving_statistics(of_synchronized=False),
     ):
         try:
-            keras_model.call_model(model, inputs, training=True)
+            keras_model.call_model(model, inputs, training=training)
         except Exception:  # the step itself raises too, or the model needs more examples
             return None
     found = {number: scope.get_current_value(weights[number]) for number in owners}
     return {number: tf.convert_to_tensor(value) for number, value in found.items() if value is not None}
 
 
-def check_microbatches(model: keras.Model, batch: Any) -> None:
+def check_microbatches(model: keras.Model, batch: Any, training: bool) -> None:
     """Refuse states that the mean over micro-batches does not give.
 
     Args:
         model: A built model.
         batch: As for `find`.
+        training: As for `find`.
 
     Raises:
         ValueError: If there are any.
     """
-    if others := find(model, batch, gathers=False).others:
-        raise refusal(model, others, "Reduce with a mean, or train on SingleDevice().")
+    if others := find(model, batch, training, gathers=False).others:
+        raise refusal(model, others, training, "Reduce with a mean, or train on SingleDevice().")
 
 
-def refusal(model: keras.Model, numbers: list[int], way_out: str) -> ValueError:
+def refusal(model: keras.Model, numbers: list[int], training: bool, way_out: str) -> ValueError:
     """Return the error for states that are no mean over the parts of a batch.
 
     Args:
         model: The model.
         numbers: Their numbers among its weights.
+        training: Whether the model updates them in training.
         way_out: What the user can do.
     """
     names = ", ".join(repr(model.weights[number].path) for number in numbers)
-    return ValueError(f"{_RULE} after a batch {names} is not its mean over the parts of the batch. {way_out}")
+    when = "" if training else " in inference"
+    return ValueError(f"{_RULE} after a batch{when} {names} is not its mean over the parts of the batch. {way_out}")
