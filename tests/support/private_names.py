@@ -464,9 +464,9 @@ ROWS = [
     ),
     _tensorflow(
         "tensorflow.python.framework.config",
-        "is_op_determinism_enabled",
+        "is_op_determinism_enabled disable_op_determinism",
         "framework/config",
-        "sufficient factors on GPUs, with equal bits on all of them",
+        "sufficient factors on GPUs, with equal bits on all of them, and clocks in measurements",
     ),
     _tensorflow(
         "tensorflow.python.eager.context",

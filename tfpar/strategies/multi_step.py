@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import tf_custom_gradient, tf_sums
+from tfpar._compat import tf_custom_gradient, tf_determinism, tf_sums
 from tfpar.placement import host_sizes
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.strategies.hidden_errors import CurrentElement, revealed
@@ -32,7 +32,7 @@ class CallResult(NamedTuple):
         num_steps: The number of steps that ran.
         num_finite: The number of steps before the first one whose loss is not finite; `num_steps` if there is none.
         num_examples: The number of examples of all steps.
-        data_wait_seconds: The time that the steps waited for data.
+        data_wait_seconds: The time that the steps waited for data; NaN with deterministic operations.
         logs: The metrics after the last step.
     """
 
@@ -156,11 +156,7 @@ def compile_loop(
             following = _here(iterator.get_next_as_optional())
             if not run_eagerly:
                 ahead.refill(following)
-            with tf.control_dependencies([loss]):
-                step_ended = tf.timestamp()
-            with tf.control_dependencies([following.has_value()]):
-                data_arrived = tf.timestamp()
-            waited += tf.maximum(data_arrived - step_ended, 0.0)
+            waited += _seconds_of_waiting(loss, following)
             num_finite += tf.cast(tf.math.is_finite(loss) & (num_finite == done), tf.int32)
             done += 1
             continues = has_more(following) & (num_finite == done) if stops else has_more(following)
@@ -194,6 +190,17 @@ def compile_loop(
     if current is None or run_again is None:
         return CompiledLoop(run, first)
     return CompiledLoop(run, first, lambda upcoming: run_again(current.get(upcoming)))
+
+
+def _seconds_of_waiting(loss: tf.Tensor, following: Any) -> tf.Tensor:
+    """Return the time from the end of a step to the arrival of the next batch; NaN where TensorFlow has no clock."""
+    if tf_determinism.is_enabled():
+        return tf.constant(float("nan"), tf.float64)
+    with tf.control_dependencies([loss]):
+        step_ended = tf.timestamp()
+    with tf.control_dependencies([following.has_value()]):
+        data_arrived = tf.timestamp()
+    return tf.maximum(data_arrived - step_ended, 0.0)
 
 
 def _here(upcoming: Any) -> Any:

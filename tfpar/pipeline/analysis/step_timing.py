@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer, keras_optimizer_copy, tf_function
+from tfpar._compat import keras_optimizer, keras_optimizer_copy, tf_determinism, tf_function
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
@@ -111,7 +111,8 @@ def empty_action_seconds(device: str) -> float:
                 return tf_function.unordered_timestamp() - begin
 
     run, one = tf.function(timed, autograph=False), tf.zeros([])
-    return statistics.median([float(run(one)) for _ in range(_RUNS)][1:])
+    with tf_determinism.suspended():
+        return statistics.median([float(run(one)) for _ in range(_RUNS)][1:])
 
 
 def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int) -> float:
@@ -228,4 +229,5 @@ def _measure_runs(schedule: Schedule, timed: Timed) -> list[ActionTimes]:
     """Run a schedule several times, and return the start and end of each action, without the first run."""
     actions = schedule.in_order()
     run = tf.function(lambda: timed(schedule), autograph=False)
-    return [dict(zip(actions, run()[0].numpy().tolist(), strict=True)) for _ in range(_RUNS)][1:]
+    with tf_determinism.suspended():
+        return [dict(zip(actions, run()[0].numpy().tolist(), strict=True)) for _ in range(_RUNS)][1:]
