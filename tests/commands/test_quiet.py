@@ -247,3 +247,17 @@ def test_after_tensorflow_the_rest_of_its_start_is_quiet(tmp_path: Path) -> None
     program += "import tfpar\nnum_rows = (45,)\n"
     written = run(program + TRAINS, tmp_path, TF_CPP_MIN_LOG_LEVEL="1").stderr
     assert written.partition("imported\n")[2] == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "tfpar.train", "--directory", "run"], ["-c", "import tfpar, keras"]],
+    ids=["the train command", "a script"],
+)
+def test_another_backend_of_keras_is_refused_with_the_way_out(command: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode != 0
+    assert "received 'jax': set KERAS_BACKEND=tensorflow" in result.stderr.splitlines()[-1]

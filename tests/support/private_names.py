@@ -464,7 +464,7 @@ ROWS = [
     ),
     _tensorflow(
         "tensorflow.python.framework.config",
-        "is_op_determinism_enabled disable_op_determinism",
+        "is_op_determinism_enabled enable_op_determinism disable_op_determinism",
         "framework/config",
         "sufficient factors on GPUs, with equal bits on all of them, and clocks in measurements",
     ),

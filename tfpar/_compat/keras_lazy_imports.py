@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from tfpar._compat import keras_backend
+
 LATE = ("keras.src.visualization", "keras.visualization", "keras.wrappers")
 LARGE = ("keras", "tensorflow")
 # With fewer, the objects of a process are modules. More may be a user's data, whose garbage must be found.
@@ -32,7 +34,11 @@ def install() -> None:
     """Prepare the imports of Keras and TensorFlow, unless Keras is imported already.
 
     The modules of `LATE` load when an attribute of theirs is first read; those of `LARGE` without garbage collection.
+
+    Raises:
+        ImportError: If Keras is imported already, with another backend than TensorFlow's; later the import itself.
     """
+    keras_backend.require_tensorflow()
     if "keras" not in sys.modules and _finder not in sys.meta_path:
         sys.meta_path[:0] = [_finder, _large]
 
@@ -81,8 +87,11 @@ class _Large(importlib.abc.MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with out_of_collections():
-                    execute(module)
+                try:
+                    with out_of_collections():
+                        execute(module)
+                finally:
+                    keras_backend.require_tensorflow()
                 for function in _after.pop(name, ()):
                     function()
 
