@@ -22,12 +22,17 @@ from tfpar.checks.model_source import ModelSource
 from tfpar.cluster import job_secret, tf_config
 from tfpar.commands import callable_module, command_line
 from tfpar.commands.number_flags import Integer, check_within
+from tfpar.commands.path_flags import FilePath
 from tfpar.config import bundled_configurations
 from tfpar.messages.received import quoted
 
 _VALUES: flags.FlagValues = flags.FlagValues()  # type: ignore[no-untyped-call]  # other commands have flags of the same names
-_CONFIG = flags.DEFINE_string(
-    "config", None, "Also examine the model of this configuration: a name, or a TOML file.", flag_values=_VALUES
+_CONFIG = flags.DEFINE(
+    FilePath(),
+    "config",
+    None,
+    "Also examine the model of this configuration: a name, or a TOML file.",
+    flag_values=_VALUES,
 )
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.", flag_values=_VALUES)
 _MODEL = flags.DEFINE_string(

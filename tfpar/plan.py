@@ -21,6 +21,7 @@ from tfpar import cluster, config
 from tfpar.cluster import tf_config
 from tfpar.commands import callable_module, command_line, start_up
 from tfpar.commands.number_flags import Integer, Number, check_within
+from tfpar.commands.path_flags import FilePath
 from tfpar.commands.quantity_flags import Bandwidth, Size
 from tfpar.config import bundled_configurations
 from tfpar.messages import received
@@ -32,8 +33,12 @@ if TYPE_CHECKING:
     from tfpar.planning.plan import Plan
 
 _VALUES: flags.FlagValues = flags.FlagValues()  # type: ignore[no-untyped-call]  # other commands have flags of the same names
-_CONFIG = flags.DEFINE_string(
-    "config", None, "Name of a configuration, or a TOML file; by default the settings of digits.", flag_values=_VALUES
+_CONFIG = flags.DEFINE(
+    FilePath(),
+    "config",
+    None,
+    "Name of a configuration, or a TOML file; by default the settings of digits.",
+    flag_values=_VALUES,
 )
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.", flag_values=_VALUES)
 _DEVICES = flags.DEFINE(
@@ -56,8 +61,12 @@ _BANDWIDTH = flags.DEFINE(
     flag_values=_VALUES,
 )  # fmt: skip
 _JSON = flags.DEFINE_bool("json", False, "Print the plan as JSON.", flag_values=_VALUES)
-_WRITE = flags.DEFINE_string(
-    "write", None, "Write the configuration with the layout of the first row to this TOML file.", flag_values=_VALUES
+_WRITE = flags.DEFINE(
+    FilePath(),
+    "write",
+    None,
+    "Write the configuration with the layout of the first row to this TOML file.",
+    flag_values=_VALUES,
 )
 _LOGICAL_CPUS = flags.DEFINE(
     Integer(), "logical_cpus", None, "Without GPUs: number of devices into which the CPU is split; by default, "

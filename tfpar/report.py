@@ -16,6 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from tfpar.commands import command_line
+from tfpar.commands.path_flags import FilePath
 from tfpar.files import atomic_file
 from tfpar.messages import received
 from tfpar.messages.number_format import line
@@ -25,7 +26,8 @@ from tfpar.reports.recorded_run import RecordedRun
 MOST_RUNS = 50
 COMPARISON = "comparison.html"
 _VALUES: flags.FlagValues = flags.FlagValues()  # type: ignore[no-untyped-call]  # other commands have flags of the same names
-_OUTPUT = flags.DEFINE_string(
+_OUTPUT = flags.DEFINE(
+    FilePath(),
     "output",
     None,
     f"File of the page; by default report.html in the folder of the run, and {COMPARISON} here for several.",

@@ -17,6 +17,7 @@ from tfpar.cluster import tf_config
 from tfpar.cluster.other_worker_error import OtherWorkerError
 from tfpar.commands import command_line, standard_streams, start_up
 from tfpar.commands.number_flags import Integer, check_within
+from tfpar.commands.path_flags import FilePath
 from tfpar.config import bundled_configurations
 from tfpar.messages import received
 from tfpar.messages.received import excerpt, quoted
@@ -24,12 +25,12 @@ from tfpar.messages.suggestions import closest
 from tfpar.runs import summary
 from tfpar.runs.directory import RunDirectory
 
-_CONFIG = flags.DEFINE_string(
-    "config", None, "Name below, or a TOML file of your own; by default the settings of digits."
+_CONFIG = flags.DEFINE(
+    FilePath(), "config", None, "Name below, or a TOML file of your own; by default the settings of digits."
 )
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
-_DIRECTORY = flags.DEFINE_string(
-    "directory", None, "Folder of the run; by default runs/<name of the configuration>, or runs/default."
+_DIRECTORY = flags.DEFINE(
+    FilePath(), "directory", None, "Folder of the run; by default runs/<name of the configuration>, or runs/default."
 )
 _PRINT_CONFIG = flags.DEFINE_bool(
     "print_config", False, "Print the complete configuration and exit, without TensorFlow."
