@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import tensorflow as tf
 
 from tfpar import data
-from tfpar.loops import meetings, memory_errors
+from tfpar.loops import meetings, memory_errors, turns
 from tfpar.strategies import Strategy
 from tfpar.strategies.lost_workers import WorkerLostError
 
@@ -38,7 +38,7 @@ def reported(
 ) -> Callable[Concatenate[Self, Parameters], Result]:
     """Return a method that runs in `Strategy.reported`, with one sentence where the memory of a device is too small.
 
-    All workers must call the same method.
+    All workers must call the same method, and the threads of a process take turns.
 
     Args:
         method: A method of a trainer that all workers call.
@@ -49,7 +49,7 @@ def reported(
         try:
             with _explaining_ends(method.__name__), self.strategy.reported():
                 meetings.meet(self.strategy, method.__name__)
-            with self.strategy.reported():
+            with turns.Turn(), self.strategy.reported():
                 return method(self, *args, **kwargs)
         except tf.errors.AlreadyExistsError as error:  # such as the file of a cache
             raise type(error)(error.node_def, error.op, data.cause_of(error)) from error

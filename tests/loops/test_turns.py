@@ -1,0 +1,69 @@
+"""Threads of a process that train at once give the results of one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+from tfpar.loops import turns
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+INPUTS = np.linspace(-1, 1, 10 * 4, dtype="float32").reshape(10, 4)
+TARGETS = INPUTS[:, :2] ** 2
+STRATEGIES: list[Callable[[], tfpar.Strategy]] = [
+    lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
+    lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"]),
+    tfpar.SingleDevice,
+]
+
+
+def build_model() -> keras.Model:
+    """Return a model of two layers."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_threads_that_build_and_train_at_once_give_the_losses_of_one_device() -> None:
+    keras.utils.set_random_seed(3)
+    expected = build_model().fit(INPUTS, TARGETS, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+    losses: dict[int, list[float]] = {}
+
+    def train(number: int) -> None:
+        trainer = tfpar.Trainer(build_model, STRATEGIES[number](), seed=3)
+        history = trainer.fit(INPUTS, TARGETS, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        losses[number] = history.history["loss"]
+
+    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(len(STRATEGIES))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert sorted(losses) == [0, 1, 2]
+    for one in losses.values():
+        np.testing.assert_allclose(one, expected, rtol=1e-5)
+
+
+def test_a_thread_that_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_SECONDS_UNTIL_WARNING", 0.01)
+    trainer = tfpar.Trainer(build_model, seed=0)
+    has_turn, ends = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with turns.Turn():
+            has_turn.set()
+            ends.wait(60)
+
+    other = threading.Thread(target=train, daemon=True)
+    other.start()
+    has_turn.wait(60)
+    threading.Timer(0.5, ends.set).start()
+    with pytest.warns(UserWarning, match="this thread waits. To run both at once, use two processes"):
+        assert trainer.predict(INPUTS, verbose=0).shape == (10, 2)
