@@ -51,6 +51,35 @@ def test_threads_that_build_and_train_at_once_give_the_losses_of_one_device() ->
         np.testing.assert_allclose(one, expected, rtol=1e-5)
 
 
+def test_a_thread_predicts_while_another_one_trains() -> None:
+    trained, other = (tfpar.Trainer(build_model, tfpar.SingleDevice(), seed=0) for _ in range(2))
+    other.predict(INPUTS, verbose=0)
+    begins, ends = threading.Event(), threading.Event()
+    epochs: list[int] = []
+
+    class Counts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+            begins.set()
+            epochs.append(epoch)
+            self.model.stop_training = ends.is_set()
+
+    fit = threading.Thread(
+        target=trained.fit,
+        args=(INPUTS, TARGETS),
+        kwargs={"epochs": 100_000, "callbacks": [Counts()], "verbose": 0},
+        daemon=True,
+    )
+    fit.start()
+    assert begins.wait(60)
+    before = len(epochs)
+    for _ in range(3):
+        other.predict(INPUTS, verbose=0)
+    ends.set()
+    fit.join(60)
+    assert not fit.is_alive()
+    assert len(epochs) > before
+
+
 def test_a_thread_that_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "_SECONDS_UNTIL_WARNING", 0.01)
     trainer = tfpar.Trainer(build_model, seed=0)

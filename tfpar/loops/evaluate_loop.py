@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfpar import data
+from tfpar.loops import turns
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import StepCalls, to_python
@@ -62,6 +63,8 @@ def predict(
     step, num_batches, stop, per_execution = 0, 0, False, model.steps_per_execution
     limit = epoch_iterator.steps_per_epoch
     while epoch_iterator.has_more() and (limit is None or step < limit) and not stop:
+        if strategy.num_workers == 1:
+            turns.give_way()
         callbacks.on_predict_batch_begin(step)
         parts: list[Any] = []
         while epoch_iterator.has_more() and len(parts) < per_execution:
