@@ -63,3 +63,11 @@ def test_a_pipeline_is_measured_and_the_operations_stay_deterministic() -> None:
 
     assert preview.planned.step_seconds > 0
     assert tf_determinism.is_enabled()
+
+
+def test_a_trainer_may_choose_them_between_two_calls() -> None:
+    tf_determinism.config.disable_op_determinism()
+    trainer = tfpar.Trainer(build_model, tfpar.SingleDevice(), seed=0)
+    first = trainer.fit(examples(), verbose=0).history["loss"]
+    tf.config.experimental.enable_op_determinism()
+    assert trainer.fit(examples(), verbose=0).history["loss"] < first

@@ -117,3 +117,12 @@ def test_a_layer_may_assert_something_of_its_inputs(kind: str) -> None:
     trainer = tfpar.Trainer(build_asserting, STRATEGIES[kind](), seed=0)
     with pytest.raises(ValueError, match=r"'sum_to_one\w*' does not run on 2 and 4: no sum of 1\. "):
         trainer.fit(2.0 * rows, rows[:, :1], batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_call_inside_of_a_function_is_refused(method: str) -> None:
+    tokens, labels = examples()
+    trainer = tfpar.Trainer(build, tfpar.SingleDevice(), seed=0)
+    data = (tokens,) if method == "predict" else (tokens, labels)
+    with pytest.raises(RuntimeError, match=rf"^{method} runs steps from Python, .*inside of a tf.function or a graph"):
+        tf.function(lambda: getattr(trainer, method)(*data, verbose=0), autograph=False)()

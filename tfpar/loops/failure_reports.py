@@ -46,6 +46,11 @@ def reported(
 
     @functools.wraps(method)
     def call(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{method.__name__} runs steps from Python, and was called inside of a tf.function or a graph. Call it "
+                "outside; TensorFlow must not be in graph mode, as after tf.compat.v1.disable_eager_execution()."
+            )
         try:
             with _explaining_ends(method.__name__), self.strategy.reported():
                 meetings.meet(self.strategy, method.__name__)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_variables
+from tfpar._compat import keras_model, keras_variables, tf_determinism
 from tfpar.strategies import Distributed, Strategy, multi_step
 from tfpar.strategies.hidden_errors import revealed
 
@@ -123,7 +123,8 @@ class StepFunctions:
 
         # One function for elements of any size, but not of any rank: it would forget the number of axes.
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
-        compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed[1:]} {elements}", compile_loop)
+        key = f"{kind} {distributed[1:]} {elements} {tf_determinism.is_enabled()}"
+        compiled: multi_step.CompiledLoop = self.once(key, compile_loop)
         if kind == "train" and self._trained is None:
             self._trained = _Trained(
                 keras_variables.optimizer_of(model),

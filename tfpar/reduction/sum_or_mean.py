@@ -91,6 +91,7 @@ def kinds_of(
     losses_of: Callable[[keras.Model, Any], list[float]],
     what: str | Callable[[int], str],
     trial: Trial | PartTrial | None = None,
+    way_out: str = WAY_OUT,
 ) -> list[Kind | None]:
     """Classify each loss by its values on one example, on some others, and on all of them.
 
@@ -101,6 +102,7 @@ def kinds_of(
         what: The name of a loss in messages; or a function that returns it for the number of the loss.
         trial: Computes the losses inside of `call` as replicas or micro-batches do; None for the losses of the part
             alone.
+        way_out: What the user can do about a loss that is neither.
 
     At its first weights a model returns almost the same for every example, where many losses are means that are none
     later. So the kinds must be the same with other weights.
@@ -130,7 +132,7 @@ def kinds_of(
 
     def kinds(tolerance: float = _TOLERANCE) -> Iterator[Kind | None]:
         for number, values in enumerate(zip(*measure(tolerance), strict=True)):
-            yield _kind(values, num_others, name(number), tolerance)
+            yield _kind(values, num_others, name(number), tolerance, way_out)
 
     found = list(kinds())
     if any(found) and not keras_model.computes_in_half(model):
@@ -140,7 +142,7 @@ def kinds_of(
         for number, (kind, other) in enumerate(zip(found, others, strict=False)):
             if None not in (kind, other) and kind != other:
                 raise ValueError(
-                    f"{name(number)} {RULE}, and is a {kind} and, with other weights, a {other}. {WAY_OUT}"
+                    f"{name(number)} {RULE}, and is a {kind} and, with other weights, a {other}. {way_out}"
                 )
     if None in found:  # zero on every part, perhaps only with these weights
         with restored(model):
@@ -149,7 +151,7 @@ def kinds_of(
     return found
 
 
-def _kind(values: Sequence[float], num_others: float, what: str, tolerance: float) -> Kind | None:
+def _kind(values: Sequence[float], num_others: float, what: str, tolerance: float, way_out: str) -> Kind | None:
     one, others, both = values
     if one == others == both == 0 or not np.isfinite(values).all():
         return None
@@ -159,5 +161,5 @@ def _kind(values: Sequence[float], num_others: float, what: str, tolerance: floa
     if add_up(one + others, both, tolerance, largest):
         return "sum"
     raise ValueError(
-        f"{what} {RULE}, received {one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. {WAY_OUT}"
+        f"{what} {RULE}, received {one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. {way_out}"
     )

@@ -17,6 +17,10 @@ from tfpar.reduction.own_losses import failing_on, loss_of, scalar
 from tfpar.reduction.sum_or_mean import Kind, kinds_of
 from tfpar.reduction.whole_batch import Trial
 
+_OF_OWN_LOSS = (
+    "Let it return a mean over the examples, compare them through tfpar.gather on replicas, or train on SingleDevice()."
+)
+
 
 def check_divisible(model: keras.Model) -> None:
     """Refuse losses of a batch that cannot be computed from its parts.
@@ -220,7 +224,7 @@ def kind_of_own_loss(
     def what(number: int) -> str:
         return _counted_by(who) if number else f"The loss of {who}"
 
-    kind, *counted = kinds_of(model, parts, values, what, trial)
+    kind, *counted = kinds_of(model, parts, values, what, trial, _OF_OWN_LOSS)
     _check_metrics(metrics, counted, who)
     return kind
 
