@@ -26,7 +26,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import remote_devices
-from tfpar.strategies.job_roles import refuse_evaluator
+from tfpar.strategies.job_roles import refuse_evaluator, warn_of_other_launcher
 from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 from tfpar.strategies.staged import Settings, Staged
@@ -131,6 +131,8 @@ def over_workers(devices: Sequence[str] | None, form_seconds: float, silence_sec
     """
     job = tf_config.from_environment(os.environ)
     refuse_evaluator(job, "MultiWorker")
+    if job is None:
+        warn_of_other_launcher(os.environ)
     check_seconds(form_seconds, silence_seconds)
     if job is None or job.num_workers == 1:
         return FullySharded(cluster.resolve_devices(devices), "MultiWorker over 1 worker,")

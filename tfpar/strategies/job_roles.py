@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tfpar.cluster import tf_config
+from tfpar.messages import user_warnings
+from tfpar.messages.received import quoted
+
+# The number of processes that other launchers set: torchrun, Open MPI, other MPIs, and sbatch without srun.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
 def refuse_evaluator(job: tf_config.Job | None, name: str) -> None:
@@ -19,4 +26,22 @@ def refuse_evaluator(job: tf_config.Job | None, name: str) -> None:
         raise ValueError(
             f"{name} trains with the chief and the workers, and TF_CONFIG makes this process an evaluator. Train "
             "nothing here: python -m tfpar.train evaluates the chief's checkpoints in such a process."
+        )
+
+
+def warn_of_other_launcher(environment: Mapping[str, str]) -> None:
+    """Warn where another launcher has started several processes, each of which would train a model of its own.
+
+    Args:
+        environment: The variables of a process without a job, as `os.environ`.
+
+    Example:
+        >>> warn_of_other_launcher({"WORLD_SIZE": "1"})
+    """
+    sizes = {name: environment[name] for name in _SIZES if environment.get(name, "1") not in ("", "0", "1")}
+    for name, size in list(sizes.items())[:1]:
+        start = "Start it with srun" if name == "SLURM_NTASKS" else "Start the workers with python -m tfpar.launch"
+        user_warnings.warn(
+            f"This process trains a model of its own: {name}={quoted(size)} counts several processes, and TF_CONFIG, "
+            f"which names the workers, is not set. {start}, or set TF_CONFIG in each."
         )

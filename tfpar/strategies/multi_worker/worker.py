@@ -15,7 +15,7 @@ from tfpar._compat import random_state
 from tfpar.cluster import tf_config
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.distributed import Distributed
-from tfpar.strategies.job_roles import refuse_evaluator
+from tfpar.strategies.job_roles import refuse_evaluator, warn_of_other_launcher
 from tfpar.strategies.multi_worker import preflight
 from tfpar.strategies.multi_worker.collectives import Group, order_of_members
 from tfpar.strategies.multi_worker.consensus import Consensus
@@ -39,6 +39,8 @@ class Worker(Strategy):
         """
         job = tf_config.from_environment(os.environ)
         refuse_evaluator(job, type(self).__name__)
+        if job is None:
+            warn_of_other_launcher(os.environ)
         self.addresses = job.addresses if job is not None else ("localhost:0",)
         self.num_workers, self.rank = len(self.addresses), 0 if job is None else job.rank
         return job
