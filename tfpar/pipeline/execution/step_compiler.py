@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,11 +73,19 @@ class StepCompiler:
         """
         model = self.staged.model
         # Else the shapes of the losses suffice: to run a large model without a graph takes long.
-        needs_values = self._adds_losses or not self.staged.has_output_shapes or bool(keras_metrics.own_metrics(model))
-        call = self._call if needs_values else self._zeros
+        if self._adds_losses or not self.staged.has_output_shapes or keras_metrics.own_metrics(model):
+            self._decomposition = self._decomposed(batch, self._call)
+            return
+        # A layer may give other shapes than it says, as TextVectorization(output_mode="multi_hot") of Keras 3.15.
+        with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):
+            self._decomposition = self._decomposed(batch, self._zeros)
+            return
+        self._decomposition = self._decomposed(batch, self._call)
+
+    def _decomposed(self, batch: Any, call: Callable[[keras.Model, Any, bool], Any]) -> LossDecomposition:
         replicates = bool(self.other_devices) or self._agree is not None
-        self._decomposition = LossDecomposition(
-            model,
+        return LossDecomposition(
+            self.staged.model,
             batch,
             call,
             communicates=False,
