@@ -188,15 +188,16 @@ def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
-def test_a_quantized_model_predicts_without_compile_and_trains_after_it(strategy: str) -> None:
+def test_a_quantized_model_evaluates_and_predicts_without_compile_and_trains_after_it(strategy: str) -> None:
     keras.utils.set_random_seed(0)
     model, trainer = by_function(), trainer_of(strategy)
     for verbs, quantized in ((model, model), (trainer, trainer.model)):
-        fit(verbs)
+        for call in (fit, CALLS["evaluate"], CALLS["predict"]):
+            call(verbs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the input layer has no quantization
             quantized.quantize("int8")
-    np.testing.assert_allclose(CALLS["predict"](trainer), CALLS["predict"](model), rtol=1e-4, atol=1e-5)
-    if strategy in ("mirrored", "optimizer sharded"):
-        with pytest.raises(ValueError, match=r"as after enable_lora\(\), quantize\(\) or pop\(\)\. Call compile"):
-            fit(trainer)
+    for name in ("evaluate", "predict"):
+        np.testing.assert_allclose(CALLS[name](trainer), CALLS[name](model), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"as after enable_lora\(\), quantize\(\) or pop\(\)\. Call compile"):
+        fit(trainer)

@@ -81,7 +81,8 @@ class Preparation:
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
         varied = self._varied(batch)
-        self._compiled.check_trained()
+        if training:
+            self._compiled.check_trained()
         self._once(f"{kind} state", lambda: self._check_state(varied(), training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)

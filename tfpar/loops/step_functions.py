@@ -35,12 +35,13 @@ class StepFunctions:
         self._model, self._strategy = model, strategy
         self._compilation: Any = None
         self._num_moves = 0
+        self._weights: list[int] = []
         self._compiled: dict[str, Any] = {}
         self._given: dict[str, str] = {}
         self._trained: _Trained | None = None  # by the first trace of a train step since `compile`
 
     def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
-        """Compile once, until the model is compiled again or its variables move.
+        """Compile once, until the model is compiled again, or has other weights, or its variables move.
 
         As in Keras, a change of `trainable` after a step was traced takes effect with the next call of `compile`.
 
@@ -52,10 +53,11 @@ class StepFunctions:
         # The object, not its id: a later compilation could have the address of one that was freed.
         compilation = keras_model.compilation(self._model)
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
+        weights = list(map(id, self._model.weights))  # other ones after quantize(), for which Keras traces again
         if compilation is not self._compilation:
             self._trained = None
-        if compilation is not self._compilation or num_moves != self._num_moves:
-            self._compilation, self._num_moves = compilation, num_moves
+        if (compilation, num_moves, weights) != (self._compilation, self._num_moves, self._weights):
+            self._compilation, self._num_moves, self._weights = compilation, num_moves, weights
             self._compiled.clear()
         if kind not in self._compiled or self._given.get(kind, "") != given:
             self._compiled[kind] = compile_it()
@@ -71,18 +73,20 @@ class StepFunctions:
         """
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
         is_new = keras_model.compilation(self._model) is not self._compilation
-        if self._trained is None or is_new or num_moves == self._trained.num_moves:
+        if self._trained is None or is_new:
+            return
+        if self._trained.paths != _paths(self._model):
+            raise ValueError(
+                f"{self._model.name!r} has other weights than in its last train step, as after enable_lora(), "
+                "quantize() or pop(). Call compile() after such a change."
+            )
+        if num_moves == self._trained.num_moves:
             return
         optimizer = keras_variables.optimizer_of(self._model)
         if optimizer is not self._trained.optimizer:
             raise ValueError(
                 f"An optimizer is set with compile(), and {self._model.name!r} was assigned another one: "
                 f"{getattr(optimizer, 'name', None)!r}. Call compile(optimizer=...)."
-            )
-        if self._trained.paths != _paths(self._model):
-            raise ValueError(
-                f"{self._model.name!r} has other weights than in its last train step, as after enable_lora(), "
-                "quantize() or pop(). Call compile() after such a change."
             )
         if self._trained.trainable != keras_model.trainable_settings(self._model):
             raise ValueError(
@@ -193,4 +197,4 @@ def _without_sizes(spec: Any) -> str:
 
 
 def _paths(model: keras.Model) -> list[str]:
-    return [variable.path for variable in model.variables]
+    return [weight.path for weight in model.weights]
