@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 import pytest
 
 import tfpar
-from tfpar.loops import turns
+from tfpar.strategies import turns
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -80,19 +80,34 @@ def test_a_thread_predicts_while_another_one_trains() -> None:
     assert len(epochs) > before
 
 
-def test_a_thread_that_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_SECONDS_UNTIL_WARNING", 0.01)
-    trainer = tfpar.Trainer(build_model, seed=0)
-    has_turn, ends = threading.Event(), threading.Event()
+def test_a_generator_may_predict_with_another_trainer() -> None:
+    trained, teacher = (tfpar.Trainer(build_model, tfpar.Mirrored(["CPU:0", "CPU:1"]), seed=0) for _ in range(2))
 
-    def train() -> None:
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in (0, 4):
+            inputs = INPUTS[first : first + 4]
+            yield inputs, teacher.predict(inputs, verbose=0)
+
+    found: list[float] = []
+    fit = threading.Thread(target=lambda: found.extend(trained.fit(batches(), verbose=0).history["loss"]), daemon=True)
+    fit.start()
+    fit.join(60)
+    assert np.isfinite(found).tolist() == [True]
+
+
+@pytest.mark.parametrize(("kept", "enters"), [(False, True), (True, False)])
+def test_another_thread_enters_during_a_pause_unless_a_model_is_built(kept: bool, enters: bool) -> None:
+    entered = threading.Event()
+
+    def enter() -> None:
         with turns.Turn():
-            has_turn.set()
-            ends.wait(60)
+            entered.set()
 
-    other = threading.Thread(target=train, daemon=True)
-    other.start()
-    has_turn.wait(60)
-    threading.Timer(0.5, ends.set).start()
-    with pytest.warns(UserWarning, match="this thread waits. To run both at once, use two processes"):
-        assert trainer.predict(INPUTS, verbose=0).shape == (10, 2)
+    other = threading.Thread(target=enter, daemon=True)
+    with turns.Turn(kept), turns.Turn():
+        other.start()
+        assert not entered.wait(0.2)
+        with turns.paused():
+            assert entered.wait(10 if enters else 0.2) == enters
+    other.join(10)
+    assert entered.is_set()

@@ -232,3 +232,36 @@ def test_tokens_as_floats_stay_within_the_vocabulary_in_trials(make: Callable[[]
     tokens, targets = np.full((8, 6), 9.0, "float32"), np.ones((8, 6, 2))
     expected = tfpar.Trainer(build).fit(tokens, targets, verbose=0).history
     small.assert_same_history(tfpar.Trainer(build, make()).fit(tokens, targets, verbose=0).history, expected)
+
+
+class MeanOfPadded(layers.Layer):
+    """A mean over the positions of the longest example, which divides a sum by the length of its part of a batch."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+
+    def call(self, tokens: Any) -> Any:
+        padded = tokens.to_tensor()
+        tf.debugging.assert_less_equal(tf.shape(padded)[1], self.longest, message="too long")
+        return tf.reduce_mean(padded, 1, keepdims=True)
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape[0], 1
+
+
+@pytest.mark.parametrize(
+    ("longest", "sentence"), [(99, "where an example depends on the others"), (3, "fails on lengths other than")]
+)
+def test_equal_lengths_in_the_first_batch_do_not_hide_padding(longest: int, sentence: str) -> None:
+    def build() -> keras.Model:
+        tokens = keras.Input((None,), ragged=True)
+        model = keras.Model(tokens, layers.Dense(1)(MeanOfPadded(longest)(tokens)))
+        model.compile("sgd", "mse")
+        return model
+
+    rows = tf.ragged.constant([[1.0, 2.0, 3.0]] * 8 + [[1.0], [2.0, 3.0]] * 4)
+    data = tf.data.Dataset.from_tensor_slices((rows, np.ones((16, 1), "float32"))).batch(8)
+    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO), seed=0)
+    with pytest.raises(ValueError, match=sentence):
+        trainer.fit(data, verbose=0)

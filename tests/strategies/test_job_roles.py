@@ -16,11 +16,6 @@ def test_the_processes_of_another_launcher_are_counted(name: str) -> None:
         warn_of_other_launcher({name: "4"})
 
 
-def test_a_batch_script_of_slurm_is_told_of_srun() -> None:
-    with pytest.warns(UserWarning, match=r"SLURM_NTASKS='2' .*Start it with srun, or set TF_CONFIG"):
-        warn_of_other_launcher({"SLURM_NTASKS": "2"})
-
-
 @pytest.mark.parametrize("name", VARIABLES)
 def test_one_process_is_not(name: str) -> None:
     with warnings.catch_warnings():

@@ -115,8 +115,25 @@ def test_a_layer_may_assert_something_of_its_inputs(kind: str) -> None:
     ]
     np.testing.assert_allclose(found[1].history["loss"], found[0].history["loss"], rtol=1e-6)
     trainer = tfpar.Trainer(build_asserting, STRATEGIES[kind](), seed=0)
-    with pytest.raises(ValueError, match=r"'sum_to_one\w*' does not run on 2 and 4: no sum of 1\. "):
+    with pytest.raises(
+        ValueError, match=r"^'sum_to_one\w*' fails on the first batch, as on one device: no sum of 1\.$"
+    ):
         trainer.fit(2.0 * rows, rows[:, :1], batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+def test_equal_examples_that_a_layer_asserts_do_not_hide_a_layer_that_mixes_them(kind: str) -> None:
+    def build_mixing() -> keras.Model:
+        layers = keras.layers
+        centred = layers.Lambda(lambda rows: rows - tf.reduce_mean(rows, 0), name="centred")
+        model = keras.Sequential([keras.Input((4,)), SumToOne(), centred, layers.Dense(3), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    rows = np.tile(np.eye(4, dtype="float32")[0], (16, 1))
+    trainer = tfpar.Trainer(build_mixing, STRATEGIES[kind](), seed=0)
+    with pytest.raises(ValueError, match="Every layer must run on any number of examples"):
+        trainer.fit(rows, rows[:, :1], batch_size=8, verbose=0)
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])

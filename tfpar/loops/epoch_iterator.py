@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.strategies import turns
 
 
 class EpochIterator:
@@ -74,7 +75,7 @@ class EpochIterator:
                 self.iterator, self.upcoming = unused.iterator, unused.upcoming
                 self.passes, self._pass_is_over = unused.passes, unused._pass_is_over
             elif first is not None:
-                self.upcoming = iter(data.without_autotuning(first)).get_next_as_optional()
+                self.upcoming = _next(iter(data.without_autotuning(first)))
             else:
                 self._begin_pass()
         with raising_on_all_workers():
@@ -86,9 +87,10 @@ class EpochIterator:
         self.batches = batches
         self._pass_is_over = False
         if self._source is not None:
-            self._source.begin_pass(again=self.passes > 0 and self._steps_asked is None)
+            with turns.paused():
+                self._source.begin_pass(again=self.passes > 0 and self._steps_asked is None)
         self.iterator = iter(self._dataset.skip(batches) if batches else self._dataset)
-        self.upcoming = self.iterator.get_next_as_optional()
+        self.upcoming = _next(self.iterator)
 
     def begin_epoch(self) -> None:
         """Start the next pass, unless the current one is unused or continues from epoch to epoch."""
@@ -112,7 +114,7 @@ class EpochIterator:
         self._pass_is_over = ran_out or self.batches == self._batches_per_pass
         if self._source is not None:
             if not self._continues:
-                self._source.stop()
+                self.close()
             self._source.end_epoch()
         return ran_out
 
@@ -123,6 +125,10 @@ class EpochIterator:
     def peek(self) -> Any:
         """Return the upcoming element without taking it."""
         return self.upcoming.get_value()
+
+    def read_next(self) -> None:
+        """Use one batch, and read the next element."""
+        self.advance(_next(self.iterator), 1)
 
     def advance(self, upcoming: tf.experimental.Optional, num_batches: int) -> None:
         """Record the number of batches that a loop has used, and the next element."""
@@ -142,12 +148,16 @@ class EpochIterator:
             passes: Passes before the current one.
             batches: The batches of the current pass to skip.
         """
+        with turns.paused():
+            self._seek(passes, batches)
+
+    def _seek(self, passes: int, batches: int) -> None:
         if self._source is not None:
             self._seek_in_python(self._source, passes, batches)
             return
         if passes == self.passes:
             for _ in range(batches):
-                self.upcoming = self.iterator.get_next_as_optional()
+                self.upcoming = _next(self.iterator)
             self.batches = batches
             return
         data.seek(self._dataset, passes - self.passes - 1, 0)
@@ -170,4 +180,11 @@ class EpochIterator:
     def close(self) -> None:
         """Stop the prefetching of Python code."""
         if self._source is not None:
-            self._source.stop()
+            with turns.paused():
+                self._source.stop()
+
+
+def _next(iterator: Any) -> tf.experimental.Optional:
+    """Return the next element; other threads may take their turns to compute it."""
+    with turns.paused():
+        return iterator.get_next_as_optional()

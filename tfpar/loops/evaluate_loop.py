@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from tfpar import data
-from tfpar.loops import turns
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import StepCalls, to_python
@@ -63,13 +62,11 @@ def predict(
     step, num_batches, stop, per_execution = 0, 0, False, model.steps_per_execution
     limit = epoch_iterator.steps_per_epoch
     while epoch_iterator.has_more() and (limit is None or step < limit) and not stop:
-        if strategy.num_workers == 1:
-            turns.give_way()
         callbacks.on_predict_batch_begin(step)
         parts: list[Any] = []
         while epoch_iterator.has_more() and len(parts) < per_execution:
             parts.append(predict_batch(epoch_iterator.peek()))
-            epoch_iterator.advance(epoch_iterator.iterator.get_next_as_optional(), 1)
+            epoch_iterator.read_next()
         step, num_batches = step + per_execution, num_batches + len(parts)
         joined = parts[0] if len(parts) == 1 else data.join_batches(parts)
         outputs += map(_to_numpy, uncopied)

@@ -10,15 +10,15 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import tensorflow as tf
 
 from tfpar import data
-from tfpar.loops import meetings, memory_errors, turns
-from tfpar.strategies import Strategy
+from tfpar.loops import meetings, memory_errors
+from tfpar.strategies import Strategy, turns
 from tfpar.strategies.lost_workers import WorkerLostError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-# `strategies/hidden_errors.py` finds most causes; not those on devices of other workers, nor ones that come and go.
+# `strategies/hidden_errors.py` finds the cause, unless it is on the device of another worker, or does not occur again.
 _OTHERS_CANCELLED = (
     "An operation of one stage failed, and TensorFlow reports that it cancelled the others. The cause is in its log, "
     "in a line 'Local rendezvous is aborting with status'; start with TF_CPP_MIN_LOG_LEVEL=0 to see it, or train "

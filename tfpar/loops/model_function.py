@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_functions, keras_model
-from tfpar.loops import model_methods, turns
-from tfpar.strategies import Strategy, model_checks, model_scopes
+from tfpar.loops import model_methods
+from tfpar.strategies import Strategy, model_checks, model_scopes, turns
 
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
 
@@ -32,7 +32,7 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
     """
     keras_functions.trace_again_after_moves()
     name = None if isinstance(build_model, keras.Model) else "The model function"
-    with turns.Turn(), strategy.raising_on_all_workers(name):
+    with turns.Turn(kept=True), strategy.raising_on_all_workers(name):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
         strategy.move_model(model)
     if model_scopes.noted_strategy(model) is not None:

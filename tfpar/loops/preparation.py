@@ -64,12 +64,23 @@ class Preparation:
             model_checks.check_compiled(self._model, method)
             model_checks.check_steps(self._model, method)
             model_checks.check_loop(self._model, method)
+            if not (isinstance(dataset, data.Sharded) or isinstance(self._strategy, SingleDevice)):
+                data.check_ranks(dataset.element_spec)
             distributed, source, first = self._distribute(dataset)
 
         reused = unused[1] if unused is not None and unused[0] is dataset else None
         epoch_iterator = self._epoch_iterator(
             distributed, steps, unused=reused, source=source, first=first, restarts=restarts
         )
+        self._prepare(dataset, distributed, epoch_iterator, kind)
+        if source is not None and reused is None:
+            source.start(self._strategy.broadcast)
+        return epoch_iterator, self._compiled.loop(kind, distributed)
+
+    def _prepare(
+        self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator, kind: str
+    ) -> None:
+        """Build the model, check it with the first batch, and find how its losses and metrics decompose."""
         training = kind == "train"
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
@@ -84,15 +95,12 @@ class Preparation:
         if training:
             self._compiled.check_trained()
         self._once(f"{kind} state", lambda: self._check_state(varied(), training))
-        if source is not None and reused is None:
-            source.start(self._strategy.broadcast)
         if not objective.objectives_of(self._model):
             self._prepare_outputs(varied, training)
         self._once("prepare", lambda: self._strategy.prepare(self._model, varied()))
         # Optional inputs may be None, and the rows of sparse ones are those of lookups.
         present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
         self._once(f"{kind} loss", lambda: self._strategy.prepare_loss(self._model, varied(), training), present)
-        return epoch_iterator, self._compiled.loop(kind, distributed)
 
     @property
     def _in_parts(self) -> bool:
@@ -133,6 +141,8 @@ class Preparation:
         with self._strategy.raising_on_all_workers():
             model_checks.check_steps(self._model, "predict")
             whole = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
+            if not isinstance(self._strategy, SingleDevice):
+                data.check_ranks(keras.utils.unpack_x_y_sample_weight(whole.element_spec)[0])
             distributed, source, first = self._distribute(whole)
         epoch_iterator = self._epoch_iterator(distributed, steps, source=source, first=first)
         self._check_gradients(training=False)
@@ -181,8 +191,6 @@ class Preparation:
         """Return the distributed dataset, its Python source, and a dataset with the first element of that source."""
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
-            if not isinstance(self._strategy, SingleDevice):
-                data.check_ranks(dataset.element_spec)
         self._first_targets = None
         if isinstance(dataset, tf.data.Dataset) and self._strategy.num_workers > 1:
             self._first_targets = data.FirstTargets(dataset)

@@ -12,7 +12,6 @@ import numpy as np
 
 from tfpar._compat import keras_metrics, keras_optimizer
 from tfpar.callbacks import Throughput
-from tfpar.loops import turns
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
@@ -114,8 +113,6 @@ class StepCalls:
             The number of steps, the index of the last one in Keras' numbering, the first step whose loss is not finite,
             if any, and the logs of the model.
         """
-        if self.strategy.num_workers == 1:  # the others would wait for this one
-            turns.give_way()
         limit = self.num_steps
         wanted = num_steps if limit is None else min(num_steps, limit - first)
         optimizer = None if self.testing else self.model.optimizer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +37,7 @@ class StepFunctions:
         self._model, self._strategy = model, strategy
         self._compilation: Any = None
         self._num_moves = 0
-        self._weights: list[int] = []
+        self._weights: list[keras.Variable] = []
         self._compiled: dict[str, Any] = {}
         self._given: dict[str, str] = {}
         self._trained: _Trained | None = None  # by the first trace of a train step since `compile`
@@ -53,10 +55,11 @@ class StepFunctions:
         # The object, not its id: a later compilation could have the address of one that was freed.
         compilation = keras_model.compilation(self._model)
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
-        weights = list(map(id, self._model.weights))  # other ones after quantize(), for which Keras traces again
+        weights = self._model.weights  # other ones after quantize(), for which Keras traces again
         if compilation is not self._compilation:
             self._trained = None
-        if (compilation, num_moves, weights) != (self._compilation, self._num_moves, self._weights):
+        is_same = len(weights) == len(self._weights) and all(map(operator.is_, weights, self._weights))
+        if compilation is not self._compilation or num_moves != self._num_moves or not is_same:
             self._compilation, self._num_moves, self._weights = compilation, num_moves, weights
             self._compiled.clear()
         if kind not in self._compiled or self._given.get(kind, "") != given:
@@ -146,16 +149,13 @@ class StepFunctions:
         """
 
         def compile_it() -> Callable[[Any], Any]:
-            predict_batch = compile_step()
-            run_again = self._again("predict")
-            if run_again is None:
-                return predict_batch
+            predict_batch, run_again = compile_step(), self._again("predict")
 
-            def revealing(batch: Any) -> Any:
-                with revealed(lambda: run_again(batch)):
+            def predict(batch: Any) -> Any:
+                with contextlib.nullcontext() if run_again is None else revealed(lambda: run_again(batch)):
                     return predict_batch(batch)
 
-            return revealing
+            return predict
 
         def compile_step() -> Callable[[Any], Any]:
             if self._model.run_eagerly:

@@ -18,7 +18,8 @@ from tfpar.reduction.sum_or_mean import Kind, kinds_of
 from tfpar.reduction.whole_batch import Trial
 
 _OF_OWN_LOSS = (
-    "Let it return a mean over the examples, compare them through tfpar.gather on replicas, or train on SingleDevice()."
+    "Let it return a mean over the examples, or train on SingleDevice(). With Mirrored it may compare the rows that "
+    "tfpar.gather returns."
 )
 
 

@@ -19,7 +19,7 @@ from tfpar import data
 from tfpar._compat import keras_losses, keras_model, random_state, tf_function
 from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, check_stateless, find_batch_dependence
 from tfpar.pipeline.graph.tracing import Call, Graph, Value, run, standardize, trace
-from tfpar.pipeline.graph.trial_batch import moving_statistics
+from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 from tfpar.reduction import whole_batch
 from tfpar.strategies.model_trial import mixes
 
@@ -93,7 +93,7 @@ def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
     inputs = few_examples(batch)
     graph = _graph(model, inputs)
     if graph is None:
-        return [model.name] if mixes(model, inputs, training) else []
+        return [model.name] if _mixes(model, inputs, training) else []
     try:
         with contextlib.nullcontext() if training else moving_statistics(of_synchronized=True):
             names = find_batch_dependence(graph, standardize(model, inputs), training).calls
@@ -103,6 +103,24 @@ def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
     # A call that gathers the batch computes the same on each replica as on one device.
     gathers = bool(names) and _gathers(model, inputs, training)
     return [] if gathers and not mixes(model, inputs, training) else list(names)
+
+
+def _mixes(model: keras.Model, inputs: Any, training: bool) -> bool:
+    """Return what `mixes` does, for ragged inputs of different lengths: those of a first batch may be equal."""
+    flat = [leaf for leaf in tf.nest.flatten(inputs) if leaf is not None]
+    lengths = [leaf.row_lengths() for leaf in flat if isinstance(leaf, tf.RaggedTensor)]
+    if not lengths:
+        return mixes(model, inputs, training)
+    examples = iter(trial_examples(flat))
+    of_other_lengths = tf.nest.map_structure(lambda leaf: None if leaf is None else next(examples), inputs)
+    with contextlib.suppress(tf.errors.InvalidArgumentError, ValueError):  # a layer may assert a largest length
+        return mixes(model, of_other_lengths, training)
+    if all(int(tf.reduce_max(one)) == int(tf.reduce_min(one)) for one in lengths):
+        raise ValueError(
+            f"Replicas pad their examples to different lengths, and {model.name!r} fails on lengths other than those "
+            "of the first batch. Convert ragged inputs in the dataset, with to_tensor(), or train on SingleDevice()."
+        )
+    return mixes(model, inputs, training)
 
 
 def _gathers(model: keras.Model, inputs: Any, training: bool) -> bool:

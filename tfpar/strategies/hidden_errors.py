@@ -21,6 +21,11 @@ import tensorflow as tf
 from tfpar._compat import tf_variables
 from tfpar.strategies.batches_ahead import HOST
 
+# What an operation of a model raises; other errors come from the way in which it is run.
+_CAUSES = (
+    tf.errors.InvalidArgumentError, tf.errors.UnknownError, tf.errors.ResourceExhaustedError, tf.errors.OutOfRangeError,
+    tf.errors.NotFoundError, tf.errors.InternalError, tf.errors.UnimplementedError,
+)  # fmt: skip
 _FUNCTIONS = re.compile(r"\{\{function_node [^}]*\}\} ?")  # names that TensorFlow makes
 
 
@@ -46,6 +51,11 @@ class CurrentElement:
         (optional,) = tf.nest.flatten(upcoming, expand_composites=True)
         with tf.device(HOST):
             return tf.raw_ops.AssignVariableOp(resource=self._handle, value=optional)
+
+    def clear(self) -> None:
+        """Free the element."""
+        with tf.device(HOST):
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.raw_ops.OptionalNone())
 
     def get(self, like: tf.experimental.Optional) -> Any:
         """Return the element that was stored last.
@@ -75,8 +85,8 @@ def revealed(run_again: Callable[[], None]) -> Iterator[None]:
 def _error_of(run_again: Callable[[], None]) -> tf.errors.OpError | None:
     try:
         run_again()
-    except tf.errors.CancelledError:
-        return None
-    except tf.errors.OpError as error:
+    except _CAUSES as error:
         return type(error)(error.node_def, error.op, _FUNCTIONS.sub("", error.message))
+    except Exception:  # an error of this run alone
+        return None
     return None

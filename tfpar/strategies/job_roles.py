@@ -8,8 +8,8 @@ from tfpar.cluster import tf_config
 from tfpar.messages import user_warnings
 from tfpar.messages.received import quoted
 
-# The number of processes that other launchers set: torchrun, Open MPI, other MPIs, and sbatch without srun.
-_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+# The number of processes that other launchers set: torchrun, Open MPI, and other MPIs.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def refuse_evaluator(job: tf_config.Job | None, name: str) -> None:
@@ -40,8 +40,8 @@ def warn_of_other_launcher(environment: Mapping[str, str]) -> None:
     """
     sizes = {name: environment[name] for name in _SIZES if environment.get(name, "1") not in ("", "0", "1")}
     for name, size in list(sizes.items())[:1]:
-        start = "Start it with srun" if name == "SLURM_NTASKS" else "Start the workers with python -m tfpar.launch"
         user_warnings.warn(
             f"This process trains a model of its own: {name}={quoted(size)} counts several processes, and TF_CONFIG, "
-            f"which names the workers, is not set. {start}, or set TF_CONFIG in each."
+            "which names the workers, is not set. Start the workers with python -m tfpar.launch, or set TF_CONFIG in "
+            "each."
         )

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfpar._compat import tf_custom_gradient, tf_determinism, tf_sums
 from tfpar.placement import host_sizes
+from tfpar.strategies import turns
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.strategies.hidden_errors import CurrentElement, revealed
 
@@ -49,19 +50,20 @@ class CompiledLoop:
 
     Args:
         run: Runs the steps, for the iterator, the upcoming element (an optional), the largest number of steps, and
-            whether to stop after a step with a loss that is not finite.
+            whether to stop after a step with a loss that is not finite. A `tf.function` if `fill` is given.
         fill: Copies the tensors of the upcoming element to devices; None to leave them on the host.
-        run_again: Runs the last step again, without an update, for an element like its own, where TensorFlow hides the
-            error of an operation.
+        current: The element of the step that runs, where TensorFlow hides the error of an operation; else None.
+        run_again: Runs a step on an element again, to find that error.
     """
 
     def __init__(
         self,
-        run: Callable[..., CallResult],
+        run: Any,
         fill: Callable[[tf.experimental.Optional], None] | None,
-        run_again: Callable[[tf.experimental.Optional], None] | None = None,
+        current: CurrentElement | None = None,
+        run_again: Callable[[Any], None] | None = None,
     ) -> None:
-        self.run, self._fill, self._run_again = run, fill, run_again
+        self.run, self._fill, self._current, self._run_again = run, fill, current, run_again
         self._upcoming: tf.experimental.Optional = None
 
     def __call__(
@@ -79,16 +81,27 @@ class CompiledLoop:
             stop_at_nonfinite: Whether to stop after a step with a loss that is not finite. There is a compilation for
                 each choice.
         """
+        arguments = iterator, upcoming, tf.constant(num_steps), stop_at_nonfinite
         if self._fill is not None and upcoming is not self._upcoming and upcoming.has_value():
             self._fill(upcoming)
         self._upcoming = None  # for good if the steps raise an error
         # What requests no device, such as the upcoming element that the loop returns, stays on the device of the call.
         on_host = contextlib.nullcontext() if self._fill is None else tf.device(HOST)
-        again = self._run_again
-        with contextlib.nullcontext() if again is None else revealed(lambda: again(upcoming)), on_host:
-            result = self.run(iterator, upcoming, tf.constant(num_steps), stop_at_nonfinite)
+        with self._revealed(upcoming), on_host:
+            if self._fill is not None:
+                self.run.get_concrete_function(*arguments)  # it traces, in the turn of this thread
+            with contextlib.nullcontext() if self._fill is None else turns.paused():
+                result: CallResult = self.run(*arguments)
+        if self._current is not None:
+            self._current.clear()
         self._upcoming = result.upcoming
         return result
+
+    def _revealed(self, upcoming: tf.experimental.Optional) -> contextlib.AbstractContextManager[None]:
+        current, run_again = self._current, self._run_again
+        if current is None or run_again is None:
+            return contextlib.nullcontext()
+        return revealed(lambda: run_again(current.get(like=upcoming)))
 
 
 def compile_loop(
@@ -187,9 +200,7 @@ def compile_loop(
         jit_compile=jit_compile or None,
     )
     run, first = (tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (loop, fill))
-    if current is None or run_again is None:
-        return CompiledLoop(run, first)
-    return CompiledLoop(run, first, lambda upcoming: run_again(current.get(upcoming)))
+    return CompiledLoop(run, first, current, run_again)
 
 
 def _seconds_of_waiting(loss: tf.Tensor, following: Any) -> tf.Tensor:

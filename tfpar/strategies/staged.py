@@ -31,7 +31,9 @@ from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
+from tfpar.strategies import turns
 from tfpar.strategies.batches_ahead import StepBatch
+from tfpar.strategies.hidden_errors import revealed
 from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_replica import SingleReplica
 from tfpar.strategies.stage_planner import StagePlanner
@@ -213,7 +215,7 @@ class Staged(SingleReplica):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
-        with self.step_context(), self.reported():
+        with turns.Turn(), self.step_context(), self.reported(), self._revealed(model, batch):
             return predict_step_time(
                 self._planner.partition_of(model),
                 steps,
@@ -258,7 +260,7 @@ class Staged(SingleReplica):
         """
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
-        with self.step_context():
+        with turns.Turn(), self.step_context(), self._revealed(model, batch):
             return measure_step(self.schedule_of(model), lambda schedule: steps.timed(batch, schedule))
 
     def _prepared(self, model: keras.Model) -> PipelineSteps:
@@ -306,6 +308,13 @@ class Staged(SingleReplica):
         local, part = self._local(batch)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
         return self._steps[model].predict_step(inputs, part)
+
+    def _revealed(self, model: keras.Model, batch: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context that finds the error of a measured train step, on a batch as `train_step` takes it."""
+        again = self.step_again
+        if again is None or self._peers is not None:
+            return contextlib.nullcontext()
+        return revealed(lambda: again(model, "train", batch))
 
     def _step_again(self, model: keras.Model, kind: str, element: Any) -> None:
         """Run the actions of a failed step of a kind, "train", "evaluate" or "predict", one after another."""

@@ -183,7 +183,7 @@ class PipelineSteps:
     def run_again(self, batch: Any, part: LocalPart | None, kind: str) -> None:
         """Run the actions of a failed step one after another, without the other workers, until an operation fails.
 
-        No state changes: states and weights are assigned at the end of a step.
+        No weight changes: a step assigns them at its end. Metrics may count the batch once more.
 
         Args:
             batch: The batch of the step; of `predict` the inputs alone.
@@ -196,7 +196,8 @@ class PipelineSteps:
             for execution in self._forward_passes(batch, part)[1]:
                 execution.run([actions])
         elif self._peers is None or self.compiler.has_compiled(batch, training=training):  # workers compile together
-            self._begin(batch, self._loss_scale(), part, training=training, alone=True).run([actions])
+            scale = self._loss_scale() if training else tf.ones((), keras.config.floatx())
+            self._begin(batch, scale, part, training=training, alone=True).run([actions])
 
     def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Add the actions of a schedule on a batch to the graph, without an update, and measure when each runs.

@@ -12,10 +12,9 @@ same layers.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -175,29 +174,21 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         return BatchDependence(
             batch_normalizations=tuple(call.name for call in calls if uses_batch_statistics(call, training))
         )
-    with contextlib.suppress(ValueError):  # a layer may assert that inputs sum to 1, which changed ones do not
-        return _tried(graph, calls, trial_examples(inputs), training)
-    return _tried(graph, calls, trial_examples(inputs, changed=False), training)
-
-
-def _tried(graph: Graph, calls: Sequence[Call], inputs: Sequence[Any], training: bool) -> BatchDependence:
-    """Return what the calls of a graph do in a trial on some examples, or refuse a call that fails in it."""
-    size, is_ragged = int(data.num_rows(inputs)), any(isinstance(tensor, tf.RaggedTensor) for tensor in inputs)
+    examples, batch = trial_examples(inputs), dict(zip(graph.inputs, inputs, strict=True))
     last_use = {value: index for index, call in enumerate(calls) for value in call.inputs}
     model_outputs = [leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)]
     last_use |= dict.fromkeys(model_outputs, len(calls))
     with python_draws.noted(layer for call in calls for layer in layers_of(call)) as drawn:
-        trial = Trial(dict(zip(graph.inputs, inputs, strict=True)), training)
+        trial = Trial(dict(zip(graph.inputs, examples, strict=True)), training)
+        unchanged = None if is_ragged else _Unchanged(graph, calls, inputs, training)
         for index, call in enumerate(calls):
             num_draws = len(drawn)
             try:
                 trial.test(call)
-            except (tf.errors.OpError, ValueError) as error:
-                way_out = f"Declare the number of examples as None, or -1 in a reshape, or {ON_WHOLE_BATCH}."
-                raise ValueError(
-                    f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} "
-                    f"and {size}: {reason_of(error)}. {_OF_RAGGED if is_ragged else way_out}"
-                ) from error
+            except (tf.errors.InvalidArgumentError, ValueError) as error:
+                if unchanged is None or not unchanged.judges(trial, index):
+                    _check_runs(calls[: index + 1], batch, training)
+                    raise _refusal(call, int(data.num_rows(examples)), error, is_ragged) from error
             drawn[num_draws:] = [call.name] if len(drawn) > num_draws else []
             trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
     if drawn:
@@ -209,6 +200,49 @@ def _tried(graph: Graph, calls: Sequence[Call], inputs: Sequence[Any], training:
         names = {*dependent, *(name for name in trial.irreproducible if name in in_inference)}
         dependent = tuple(call.name for call in calls if call.name in names)
     return BatchDependence(dependent, tuple(trial.batch_normalizations), outputs)
+
+
+class _Unchanged:
+    """A trial on unchanged examples, for calls that fail on changed ones, as if they assert that rows sum to 1."""
+
+    def __init__(self, graph: Graph, calls: Sequence[Call], inputs: Sequence[Any], training: bool) -> None:
+        self._graph, self._calls, self._inputs, self._training = graph, calls, inputs, training
+        self._trial: Trial | None = None
+        self._num_tested = 0
+
+    def judges(self, trial: Trial, index: int) -> bool:
+        """Return whether a call runs on the unchanged examples; store its outputs in the trial on changed ones."""
+        if self._trial is None:
+            examples = trial_examples(self._inputs, changed=False)
+            self._trial = Trial(dict(zip(self._graph.inputs, examples, strict=True)), self._training)
+        try:
+            for call in self._calls[self._num_tested : index + 1]:
+                self._trial.test(call)
+                self._num_tested += 1
+            trial.adopt(self._calls[index], self._trial)
+        except (tf.errors.InvalidArgumentError, ValueError):
+            return False
+        return True
+
+
+def _check_runs(calls: Sequence[Call], batch: Mapping[Value, Any], training: bool) -> None:
+    """Raise the error of a call that fails on the whole batch too, as on one device."""
+    try:
+        Trial(dict(batch), training).run_whole(calls)
+    except (tf.errors.InvalidArgumentError, ValueError) as error:
+        raise ValueError(
+            f"{calls[-1].name!r} fails on the first batch, as on one device: {reason_of(error)}."
+        ) from error
+    except tf.errors.ResourceExhaustedError:
+        return
+
+
+def _refusal(call: Call, size: int, error: Exception, is_ragged: bool) -> ValueError:
+    way_out = f"Declare the number of examples as None, or -1 in a reshape, or {ON_WHOLE_BATCH}."
+    return ValueError(
+        f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} and {size}: "
+        f"{reason_of(error)}. {_OF_RAGGED if is_ragged else way_out}"
+    )
 
 
 def _calls_of_outputs(graph: Graph) -> list[Call]:

@@ -86,6 +86,35 @@ class Trial:
         if depends or (self._training and isinstance(call.operation, _BATCH_DEPENDENT)):
             self.batch_dependent.append(call.name)
 
+    def adopt(self, call: Call, other: Trial) -> None:
+        """Store the outputs of a call from a trial on other examples, and whether it is batch-dependent there.
+
+        Args:
+            call: A call that fails on the examples of this trial.
+            other: The other trial, which has as many examples, and has tested the call.
+
+        Raises:
+            ValueError: If the inputs of the call are the same in both halves there, which shows nothing.
+        """
+        inputs = [value for value in call.inputs if other.axes[value] is not None]
+        if inputs and all(close(*(half[value] for half in other._halves)) for value in inputs):
+            raise ValueError(f"The inputs of {call.name!r} are equal in all examples.")
+        for value in call.outputs:
+            self.axes[value], self._whole[value] = other.axes[value], other._whole[value]
+            for own, half in zip(self._halves, other._halves, strict=True):
+                own[value] = half[value]
+        self.batch_dependent += [name for name in other.batch_dependent if name == call.name]
+        self.irreproducible += [name for name in other.irreproducible if name == call.name]
+
+    def run_whole(self, calls: Iterable[Call]) -> None:
+        """Run calls on the whole batch alone; raise what they raise.
+
+        Args:
+            calls: The calls of the graph up to one.
+        """
+        for call in calls:
+            self._whole.update(zip(call.outputs, self._run(call, self._whole), strict=True))
+
     def _depends_at_random(self, call: Call, drawn: Sequence[str]) -> bool | None:
         """Return whether a call is batch-dependent for some random numbers; None if no seed reproduces them."""
         unusual: tuple[float, ...] = ()
