@@ -72,15 +72,6 @@ class Preparation:
         epoch_iterator = self._epoch_iterator(
             distributed, steps, unused=reused, source=source, first=first, restarts=restarts
         )
-        self._prepare(dataset, distributed, epoch_iterator, kind)
-        if source is not None and reused is None:
-            source.start(self._strategy.broadcast)
-        return epoch_iterator, self._compiled.loop(kind, distributed)
-
-    def _prepare(
-        self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator, kind: str
-    ) -> None:
-        """Build the model, check it with the first batch, and find how its losses and metrics decompose."""
         training = kind == "train"
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
@@ -95,12 +86,15 @@ class Preparation:
         if training:
             self._compiled.check_trained()
         self._once(f"{kind} state", lambda: self._check_state(varied(), training))
+        if source is not None and reused is None:
+            source.start(self._strategy.broadcast)
         if not objective.objectives_of(self._model):
             self._prepare_outputs(varied, training)
         self._once("prepare", lambda: self._strategy.prepare(self._model, varied()))
         # Optional inputs may be None, and the rows of sparse ones are those of lookups.
         present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
         self._once(f"{kind} loss", lambda: self._strategy.prepare_loss(self._model, varied(), training), present)
+        return epoch_iterator, self._compiled.loop(kind, distributed)
 
     @property
     def _in_parts(self) -> bool:
