@@ -187,7 +187,8 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
                 trial.test(call)
             except (tf.errors.InvalidArgumentError, ValueError) as error:
                 if unchanged is None or not unchanged.judges(trial, index):
-                    _check_runs(calls[: index + 1], batch, training)
+                    if int(data.num_rows(inputs)) > int(data.num_rows(examples)):  # the whole batch, not its first rows
+                        _check_runs(calls[: index + 1], batch, training)
                     raise _refusal(call, int(data.num_rows(examples)), error, is_ragged) from error
             drawn[num_draws:] = [call.name] if len(drawn) > num_draws else []
             trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
