@@ -328,7 +328,7 @@ class Staged(SingleReplica):
         return element, None
 
     def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
-        """Return what `_local` does, without the other workers: the local batch stands for the global one."""
+        """Return what `_local` does, as if the local batch were the global batch; no message to other workers."""
         return self._local(element)
 
     def _agree(self, value: Any) -> Any:
