@@ -165,3 +165,9 @@ def test_a_process_of_devices_together_that_hangs_says_where() -> None:
     )
     assert check.status == "WRONG"
     assert "the copy from GPU:0 to GPU:1" in check.figure
+    assert "NCCL_P2P_DISABLE=1" in check.way_out
+
+
+def test_a_process_of_devices_that_does_not_begin_is_no_matter_of_copies() -> None:
+    (check,) = together.judged(Outcome(None, "ImportError: no such backend", stage="the start of TensorFlow"), {})
+    assert check.way_out == "It stopped at the start of TensorFlow."

@@ -435,6 +435,12 @@ ROWS = [
         "the same",
     ),
     # The runtime, graphs and functions
+    Row(
+        "tensorflow.python.eager.record",
+        "could_possibly_record",
+        "tensorflow/python/eager/record.py",
+        "whether a tape of a user records a call",
+    ),
     _tensorflow(
         "tensorflow.python.framework.kernels",
         "get_registered_kernels_for_op",

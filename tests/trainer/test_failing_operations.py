@@ -142,3 +142,14 @@ def test_a_call_inside_of_a_function_is_refused(method: str) -> None:
     data = (tokens,) if method == "predict" else (tokens, labels)
     with pytest.raises(RuntimeError, match=rf"^{method} runs steps from Python, .*inside of a tf.function or a graph"):
         tf.function(lambda: getattr(trainer, method)(*data, verbose=0), autograph=False)()
+
+
+@pytest.mark.parametrize("kind", sorted(set(STRATEGIES) - {"one device"}))
+def test_fit_inside_of_a_tape_is_refused_and_runs_where_the_tape_stops(kind: str) -> None:
+    tokens, labels = examples()
+    trainer = tfpar.Trainer(build, STRATEGIES[kind](), seed=0)
+    with tf.GradientTape() as tape:
+        with pytest.raises(RuntimeError, match=r"^fit was called inside of a tf.GradientTape, .*tape.stop_recording"):
+            trainer.fit(tokens, labels, verbose=0)
+        with tape.stop_recording():
+            trainer.fit(tokens, labels, verbose=0)

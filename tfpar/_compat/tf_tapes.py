@@ -1,8 +1,9 @@
-"""Variables that tensors replace, as in the traces of stages and of losses, and the tapes of users there.
+"""The tapes of users: around a call, and in the traces of stages and of losses, where tensors replace variables.
 
-Written for TensorFlow 2.21. A tape watches a `tf.Variable` when it is read, and takes the gradient by its handle
-(`GradientTape.gradient` in tensorflow/python/eager/backprop.py). A tensor in its place is neither watched nor has a
-handle.
+Written for TensorFlow 2.21. A tape records each function that is called inside its context
+(`record.could_possibly_record` in tensorflow/python/eager/record.py). It watches a `tf.Variable` when it is read, and
+takes the gradient by its handle (`GradientTape.gradient` in tensorflow/python/eager/backprop.py). A tensor in its place
+is neither watched nor has a handle.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from unittest import mock
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record
+
+
+def is_recording() -> bool:
+    """Return whether a tape, or a `tf.autodiff.ForwardAccumulator`, records the operations of this thread."""
+    return bool(record.could_possibly_record())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +59,8 @@ def judged(outcome: Outcome, names: Mapping[str, str]) -> list[Check]:
 
 def _out_of(stage: str) -> str:
     where = f"It stopped at {stage}. " if stage else ""
+    if not re.search("copy|all-reduce", stage):
+        return where.rstrip()
     return f"{where}Peer-to-peer copies can be switched off with NCCL_P2P_DISABLE=1, or in the BIOS (ACS, IOMMU)."
 
 

@@ -10,6 +10,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import tensorflow as tf
 
 from tfpar import data
+from tfpar._compat import tf_tapes
 from tfpar.loops import meetings, memory_errors
 from tfpar.strategies import Strategy, turns
 from tfpar.strategies.lost_workers import WorkerLostError
@@ -50,6 +51,11 @@ def reported(
             raise RuntimeError(
                 f"{method.__name__} runs steps from Python, and was called inside of a tf.function or a graph. Call it "
                 "outside; TensorFlow must not be in graph mode, as after tf.compat.v1.disable_eager_execution()."
+            )
+        if len(self.strategy.device_names) > 1 and tf_tapes.is_recording():
+            raise RuntimeError(
+                f"{method.__name__} was called inside of a tf.GradientTape, which cannot record steps on several "
+                "devices. Call it outside, or in `with tape.stop_recording():`."
             )
         try:
             with _explaining_ends(method.__name__), self.strategy.reported():

@@ -37,7 +37,7 @@ def with_equal_rows(batch: Any) -> Any:
     """
     found = [(path, leaf) for path, leaf in keras.tree.flatten_with_path(batch) if leaf is not None]
     static = {leaf.shape[0] if leaf.shape.rank else None for _, leaf in found}
-    names = ", ".join(name_in_batch(path) for path, _ in found)
+    names = ", ".join(_name_in_batch(path) for path, _ in found)
     if None not in static and len(static) > 1:
         raise ValueError(_sentence(", ".join(str(leaf.shape[0]) for _, leaf in found), names))
     if None not in static or len(found) < 2:
@@ -64,8 +64,8 @@ def check_ranks(spec: Any) -> None:
     for path, leaf in keras.tree.flatten_with_path(spec):
         if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is None:
             raise ValueError(
-                f"The tensors of a dataset must have a known number of axes, received {name_in_batch(path)} of unknown "
-                "shape, as from tf.numpy_function and tf.py_function. Set it in the dataset: value = "
+                f"The tensors of a dataset must have a known number of axes, received {_name_in_batch(path)} of "
+                "unknown shape, as from tf.numpy_function and tf.py_function. Set it in the dataset: value = "
                 "tf.ensure_shape(value, [None, 28, 28])."
             )
 
@@ -89,14 +89,14 @@ def _sentence(rows: str, names: str) -> str:
     return f"{_RULE} Received {rows} rows in {names}. Yield as many in each, or train on SingleDevice()."
 
 
-def name_in_batch(path: tuple[Any, ...]) -> str:
+def _name_in_batch(path: tuple[Any, ...]) -> str:
     """Return the name of a tensor of a batch for a message.
 
     Args:
         path: The keys that lead to it, as `keras.tree.flatten_with_path` gives them.
 
     Example:
-        >>> name_in_batch((0, "image"))
+        >>> _name_in_batch((0, "image"))
         "inputs['image']"
     """
     if not path:
