@@ -151,8 +151,9 @@ def read_answer(text: str) -> None:
     challenges = messages.Challenges("0" * 32, "1" * 32)
     proof = job_secret.proof(b"", "chief", *challenges, text)
     line = f"{proof} {text}\n".encode("utf-8", "surrogatepass")
-    missing = messages.read_answer(line, challenges, JOB, b"")
-    assert missing is None or set(missing) <= set(JOB.addresses), "what is printed is the job's own"
+    found = messages.read_answer(line, challenges, JOB, b"")
+    assert found is None or set(found.missing) <= set(JOB.addresses), "what is printed is the job's own"
+    assert found is None or found.difference is None or "\x1b" not in "".join(found.difference[1:])
     assert messages.read_answer(text.encode("utf-8", "surrogatepass"), challenges, JOB, b"") is None
 
 
@@ -179,7 +180,9 @@ PARSERS = {
     ),
     "metrics": Parser(malformed.mutated([METRICS]).map(malformed.encoded), read_metrics),
     "greetings": Parser(malformed.mutated(GREETINGS).map(malformed.encoded) | st.binary(), read_greetings),
-    "answers": Parser(malformed.mutated(['["b:1"]', "[]"]), read_answer),
+    "answers": Parser(
+        malformed.mutated(['[["b:1"], null]', "[[], null]", '[[], [1, "Hybrid", "MultiWorker"]]']), read_answer
+    ),
     "misspellings": Parser(
         malformed.mutated(["learning_rate"]), lambda word: suggestions.closest(word, ["epochs", "x"])
     ),

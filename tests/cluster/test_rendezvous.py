@@ -246,8 +246,28 @@ def test_without_a_secret_an_impostor_chief_can_only_name_addresses_of_the_job()
     for missing in (["all is lost"], [second.addresses[0], 3], "text", {"a": 1}):
         line = messages.answer(missing, challenges, b"")  # type: ignore[arg-type]
         assert messages.read_answer(line, challenges, second, b"") is None
+    for difference in ((1, "all is lost!", "Hybrid"), (1, "Hybrid"), (2, "Hybrid", "Hybrid"), ("1", "a", "b"), "text"):
+        line = messages.answer([], challenges, b"", difference)  # type: ignore[arg-type]
+        assert messages.read_answer(line, challenges, second, b"") is None
     line = messages.answer([second.addresses[1]], challenges, b"")
-    assert messages.read_answer(line, challenges, second, b"") == [second.addresses[1]]
+    assert messages.read_answer(line, challenges, second, b"") == messages.Outcome([second.addresses[1]])
+
+
+def test_workers_with_different_strategies_all_learn_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(job_secret.VARIABLE, raising=False)
+    jobs = places(4)
+    names = ["MultiWorker(shard='weights')", "MultiWorker(shard='weights')", "Hybrid", "MultiWorker"]
+    kept: list[int] = []
+
+    def meet(job: Job) -> None:
+        rendezvous.connect_workers(job, SECONDS, lambda rank, connection: kept.append(rank), names[job.rank])
+
+    futures = [started(lambda job=job: meet(job)) for job in jobs]  # type: ignore[misc]
+    for future in futures:
+        with pytest.raises(ValueError, match=r"must create the same strategy, and worker 2 \(127.0.0.1:\d+\) creates "
+                           r"Hybrid, the chief MultiWorker\(shard='weights'\). Start all of them"):  # fmt: skip
+            future.result(SECONDS)
+    assert kept == []
 
 
 def test_the_secret_is_no_argument_and_no_message_of_the_launched_workers(tmp_path: Path) -> None:

@@ -67,13 +67,13 @@ def test_outside_of_a_job_step_all_gpus_are_kept() -> None:
 def form(devices: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let MultiWorker form a cluster of `STEP`, up to the rendezvous of the workers."""
 
-    def meet(*arguments: Any) -> None:
+    def meet(*arguments: Any, **options: Any) -> None:
         raise ConnectionError("no other worker")
 
     monkeypatch.setattr(preflight.tf_distribute, "has_started", lambda: False)
     monkeypatch.setattr(preflight.rendezvous, "connect_workers", meet)
     with pytest.raises(ConnectionError, match="no other worker"):
-        preflight.form_cluster(tf_config.from_environment(os.environ), devices, 1.0, 1.0)
+        preflight.form_cluster(tf_config.from_environment(os.environ), devices, 1.0, 1.0, "MultiWorker")
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def over_workers(devices: Sequence[str] | None, form_seconds: float, silence_sec
     check_seconds(form_seconds, silence_seconds)
     if job is None or job.num_workers == 1:
         return FullySharded(cluster.resolve_devices(devices), "MultiWorker over 1 worker,")
-    connected = remote_devices.connect(job, form_seconds, silence_seconds)
+    connected = remote_devices.connect(job, form_seconds, silence_seconds, "MultiWorker(shard='weights')")
     names = None if devices is None else [name.upper() for name in devices]
     found = [
         device

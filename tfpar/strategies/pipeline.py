@@ -171,7 +171,7 @@ def _lent_devices(
             "across_workers=True is for a job of several workers, and TF_CONFIG describes none. Start the script with "
             "python -m tfpar.launch --num_workers 2, or leave it out."
         )
-    connected = remote_devices.connect(job, form_seconds, silence_seconds)
+    connected = remote_devices.connect(job, form_seconds, silence_seconds, "Pipeline(across_workers=True)")
     return grid_devices.LentDevices(job.addresses, connected.of_workers), connected.watch
 
 

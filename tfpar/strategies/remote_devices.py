@@ -46,7 +46,7 @@ class RemoteDevices(NamedTuple):
     watch: WorkerWatch
 
 
-def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float) -> RemoteDevices:
+def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float, strategy: str) -> RemoteDevices:
     """Connect the processes of a job; return on the chief the devices of each.
 
     A later call in the chief returns the same devices. The other processes lend theirs in this call, and end with the
@@ -56,6 +56,7 @@ def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float) -> 
         job: The job and the rank of this process in it.
         form_seconds: Seconds to wait for all workers.
         silence_seconds: The time without a heartbeat after which a worker counts as failed.
+        strategy: The strategy that all processes create.
 
     Raises:
         RuntimeError: If TensorFlow has started already.
@@ -69,7 +70,7 @@ def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float) -> 
         raise RuntimeError(_STARTED)
     names = cluster.configured_devices(None)
     connections: dict[int, socket.socket] = {}
-    rendezvous.connect_workers(job, form_seconds, connections.__setitem__)
+    rendezvous.connect_workers(job, form_seconds, connections.__setitem__, strategy)
     spec = tf.train.ClusterSpec({_JOB: list(job.addresses)})
     if job.rank > 0:
         _lend(job, spec, names, heartbeats.Pings(connections[0], silence_seconds))

@@ -33,8 +33,10 @@ class Connection:
         self.challenge = messages.new_challenge()
         self.ends_seconds = time.monotonic() + _HELLO_SECONDS
         self.line = b""
-        self.rank: int | None = None  # of a worker, after its proof
+        # Of a worker, after its proof.
+        self.rank: int | None = None
         self.challenges: messages.Challenges | None = None
+        self.strategy = ""
 
 
 class Rendezvous:
@@ -44,10 +46,11 @@ class Rendezvous:
         job: The job, of which this process is the chief.
         secret: The job secret.
         listeners: Listening sockets.
+        strategy: The strategy that the chief creates.
     """
 
-    def __init__(self, job: Job, secret: bytes, listeners: list[socket.socket]) -> None:
-        self._job, self._secret, self._listeners = job, secret, listeners
+    def __init__(self, job: Job, secret: bytes, listeners: list[socket.socket], strategy: str) -> None:
+        self._job, self._secret, self._listeners, self._strategy = job, secret, listeners, strategy
         self._strangers: list[Connection] = []  # the oldest first
         self._workers: dict[int, Connection] = {}
         self._num_refused, self._last_refused = 0, ""
@@ -59,10 +62,10 @@ class Rendezvous:
 
         Args:
             seconds: The time limit.
-            keep: Takes the connections to the workers, if none is missing.
+            keep: Takes the connections to the workers, if none is missing or differs.
 
         Returns:
-            The addresses of the missing workers, and a remark for the error.
+            The addresses of the missing workers, a worker with another strategy, and a remark for the error.
         """
         ends_seconds = time.monotonic() + seconds
         try:
@@ -75,14 +78,15 @@ class Rendezvous:
             missing = [
                 address for rank, address in enumerate(self._job.addresses) if rank and rank not in self._workers
             ]
+            difference = None if missing else self._difference()
             for worker in self._workers.values():
                 assert worker.challenges is not None
                 with contextlib.suppress(OSError):
-                    worker.socket.send(messages.answer(missing, worker.challenges, self._secret))
-            while keep is not None and not missing and self._workers:
+                    worker.socket.send(messages.answer(missing, worker.challenges, self._secret, difference))
+            while keep is not None and not missing and difference is None and self._workers:
                 rank, worker = self._workers.popitem()
                 keep(rank, worker.socket)
-            return messages.Outcome(missing, self._remark())
+            return messages.Outcome(missing, self._remark(), difference=difference)
         finally:
             for connection in [*self._strangers, *self._workers.values()]:
                 connection.socket.close()
@@ -144,7 +148,7 @@ class Rendezvous:
                 stranger.socket.send(messages.REFUSED)
             self._drop(stranger)
             return
-        stranger.rank, stranger.challenges = found
+        stranger.rank, stranger.challenges, stranger.strategy = found
         self._strangers.remove(stranger)
         if stranger.rank in self._workers:
             self._drop(self._workers[stranger.rank])  # the worker was restarted
@@ -166,6 +170,13 @@ class Rendezvous:
         self._drop(next(stranger for stranger in self._strangers if stranger.host == host))
         return True
 
+    def _difference(self) -> messages.Difference | None:
+        """Return the first worker whose strategy is not that of the chief."""
+        for rank, worker in sorted(self._workers.items()):
+            if worker.strategy != self._strategy:
+                return messages.Difference(rank, worker.strategy, self._strategy)
+        return None
+
     def _remark(self) -> str:
         if not self._num_refused:
             return ""
@@ -175,7 +186,7 @@ class Rendezvous:
         )
 
 
-def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None) -> messages.Outcome:
+def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None, strategy: str = "") -> messages.Outcome:
     """Wait as the chief for all workers, and send the missing addresses to those that are connected.
 
     Args:
@@ -183,16 +194,17 @@ def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None) ->
         seconds: The time limit.
         secret: The job secret.
         keep: Takes the non-blocking connections to all workers; None closes them.
+        strategy: The strategy that this process creates.
 
     Returns:
-        The addresses of the missing workers, and a remark for the error.
+        The addresses of the missing workers, a worker with another strategy, and a remark for the error.
 
     Raises:
         OSError: If the port is taken.
     """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(one) for one in listening(job)]
-        return Rendezvous(job, secret, listeners).run(seconds, keep)
+        return Rendezvous(job, secret, listeners, strategy).run(seconds, keep)
 
 
 def listening(job: Job, rank: int = 0) -> list[socket.socket]:

@@ -12,7 +12,7 @@ from tfpar.cluster.rendezvous.messages import Keep, Outcome
 _MOST_ASKED, _ASK_SECONDS = 16, 2.0
 
 
-def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None) -> None:
+def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None, strategy: str = "") -> None:
     """Wait until all workers of a job are connected; every worker must call it.
 
     Args:
@@ -20,10 +20,13 @@ def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None
         seconds: The time limit.
         keep: Takes the open connections for heartbeats: the chief those to all workers, each worker that to the chief.
             None closes them.
+        strategy: The strategy that this process creates, which must be the same in all, since processes with different
+            ones would wait for each other for ever.
 
     Raises:
         TimeoutError: If workers are missing; on every worker, with their addresses.
-        ValueError: If the chief refuses this worker's TFPAR_JOB_SECRET, or it is too short.
+        ValueError: If workers create different strategies; or if the chief refuses this worker's TFPAR_JOB_SECRET, or
+            it is too short.
         OSError: If the chief's port is taken.
 
     Example:
@@ -39,7 +42,13 @@ def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None
             file=sys.stderr,
         )
     tf_config.check_port_free(job)
-    found = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret, keep)
+    found = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret, keep, strategy)
+    if found.difference is not None:
+        rank, theirs, chiefs = found.difference
+        raise ValueError(
+            f"All workers must create the same strategy, and worker {rank} ({job.addresses[rank]}) creates {theirs}, "
+            f"the chief {chiefs}. Start all of them with the same command and the same files."
+        )
     if found.missing:
         raise TimeoutError(
             f"All {job.num_workers} workers must connect within {seconds:g} s, and {_named(job, found)} did not. "

@@ -1,8 +1,9 @@
 """The messages of the rendezvous, one line each, and the proofs that both sides belong to the job.
 
 chief to worker     "tfpar CHALLENGE"       at the connection
-worker to chief     "RANK CHALLENGE PROOF"
-chief to worker     "PROOF MISSING"         a list in JSON, once all are connected or at the time limit
+worker to chief     "RANK CHALLENGE PROOF STRATEGY"
+chief to worker     "PROOF ANSWER"          in JSON, once all are connected or at the time limit: the missing workers,
+                                            and one that creates another strategy
                     "refused"               instead, after a wrong proof
 """
 
@@ -24,6 +25,7 @@ LONGEST_GREETING_BYTES = 256  # of the first line of each side
 LONGEST_ANSWER_BYTES = 1 << 20
 REFUSED = b"refused\n"
 _CHALLENGE = r"[0-9a-f]{32}"
+_STRATEGY = r"[A-Za-z_(=') ]{0,80}"
 
 
 class Challenges(NamedTuple):
@@ -33,6 +35,34 @@ class Challenges(NamedTuple):
     worker: str
 
 
+class Hello(NamedTuple):
+    """The line of a worker.
+
+    Args:
+        rank: Its rank.
+        challenges: The challenges of its connection.
+        strategy: The strategy that it creates.
+    """
+
+    rank: int
+    challenges: Challenges
+    strategy: str
+
+
+class Difference(NamedTuple):
+    """A worker that creates another strategy than the chief.
+
+    Args:
+        rank: Its rank.
+        strategy: Its strategy.
+        chiefs: The strategy of the chief.
+    """
+
+    rank: int
+    strategy: str
+    chiefs: str
+
+
 class Outcome(NamedTuple):
     """What one side of the rendezvous found.
 
@@ -40,11 +70,13 @@ class Outcome(NamedTuple):
         missing: The addresses of the missing workers.
         remark: More for the error, "" for nothing.
         reasons: For a missing address the reason why it could not be reached, as far as this side tried.
+        difference: The first worker with another strategy than the chief, if no worker is missing.
     """
 
     missing: list[str]
     remark: str = ""
     reasons: Mapping[str, str] = {}
+    difference: Difference | None = None
 
 
 def new_challenge() -> str:
@@ -63,41 +95,52 @@ def read_greeting(line: bytes) -> str | None:
     return match and match[1]
 
 
-def hello(rank: int, challenges: Challenges, secret: bytes) -> bytes:
+def hello(rank: int, challenges: Challenges, secret: bytes, strategy: str = "") -> bytes:
     """Return the line of a worker."""
-    return f"{rank} {challenges.worker} {_worker_proof(rank, challenges, secret)}\n".encode()
+    proof = job_secret.proof(secret, "worker", *challenges, str(rank), strategy)
+    return f"{rank} {challenges.worker} {proof} {strategy}\n".encode()
 
 
-def read_hello(line: bytes, chief_challenge: str, num_workers: int, secret: bytes) -> tuple[int, Challenges] | None:
-    """Return a worker's rank and the challenges; None if its proof or its rank is invalid."""
-    match = re.fullmatch(rf"([0-9]{{1,9}}) ({_CHALLENGE}) ([0-9a-f]{{64}})\n", line.decode(errors="replace"))
+def read_hello(line: bytes, chief_challenge: str, num_workers: int, secret: bytes) -> Hello | None:
+    """Return what a worker's line says; None if its proof or its rank is invalid."""
+    pattern = rf"([0-9]{{1,9}}) ({_CHALLENGE}) ([0-9a-f]{{64}}) ({_STRATEGY})\n"
+    match = re.fullmatch(pattern, line.decode(errors="replace"))
     if match is None or not 0 < int(match[1]) < num_workers:
         return None
-    rank, challenges = int(match[1]), Challenges(chief_challenge, match[2])
-    if not job_secret.is_proof(match[3], secret, "worker", *challenges, str(rank)):
-        return None
-    return rank, challenges
+    found = Hello(int(match[1]), Challenges(chief_challenge, match[2]), match[4])
+    is_proven = job_secret.is_proof(match[3], secret, "worker", *found.challenges, str(found.rank), found.strategy)
+    return found if is_proven else None
 
 
-def answer(missing: list[str], challenges: Challenges, secret: bytes) -> bytes:
+def answer(missing: list[str], challenges: Challenges, secret: bytes, difference: Difference | None = None) -> bytes:
     """Return the last line of the chief."""
-    text = json.dumps(missing)
+    text = json.dumps([missing, difference])
     return f"{job_secret.proof(secret, 'chief', *challenges, text)} {text}\n".encode()
 
 
-def read_answer(line: bytes, challenges: Challenges, job: Job, secret: bytes) -> list[str] | None:
-    """Return the missing addresses; None if the proof of the chief is invalid."""
+def read_answer(line: bytes, challenges: Challenges, job: Job, secret: bytes) -> Outcome | None:
+    """Return what the chief found; None if its proof is invalid."""
     claimed, _, text = line.decode(errors="replace").removesuffix("\n").partition(" ")
     if not job_secret.is_proof(claimed, secret, "chief", *challenges, text):
         return None
     try:
-        missing = json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    # Without a job secret any program can compute the proof: print only addresses of this job.
-    is_list = isinstance(missing, list) and all(isinstance(one, str) and one in job.addresses for one in missing)
-    return missing if is_list else None
+    # Without a job secret any program can compute the proof: print only addresses of this job, and names.
+    if not isinstance(found, list) or len(found) != 2:
+        return None
+    missing, difference = found
+    if not isinstance(missing, list) or not all(isinstance(one, str) and one in job.addresses for one in missing):
+        return None
+    if difference is None:
+        return Outcome(missing)
+    return Outcome(missing, difference=Difference(*difference)) if _is_difference(difference, job) else None
 
 
-def _worker_proof(rank: int, challenges: Challenges, secret: bytes) -> str:
-    return job_secret.proof(secret, "worker", *challenges, str(rank))
+def _is_difference(found: object, job: Job) -> bool:
+    match found:
+        case [int(rank), str(strategy), str(chiefs)]:
+            names = (re.fullmatch(_STRATEGY, one) for one in (strategy, chiefs))
+            return 0 < rank < job.num_workers and all(names)
+    return False

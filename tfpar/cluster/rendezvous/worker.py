@@ -15,18 +15,21 @@ _GREETING_SECONDS = 5.0  # a chief sends its greeting at once
 _ANSWER_SECONDS = 5.0  # the chief's answer may arrive this long after the worker's time limit
 
 
-def report(job: Job, seconds: float, secret: bytes, keep: messages.Keep | None = None) -> messages.Outcome:
+def report(
+    job: Job, seconds: float, secret: bytes, keep: messages.Keep | None = None, strategy: str = ""
+) -> messages.Outcome:
     """Connect to the chief, and wait for its answer.
 
     Args:
         job: The job and the rank of this process in it.
         seconds: The time limit.
         secret: The job secret.
-        keep: Takes the connection to the chief, if no worker is missing; None closes it.
+        keep: Takes the connection to the chief, if no worker is missing or differs; None closes it.
+        strategy: The strategy that this process creates.
 
     Returns:
-        The missing addresses in the chief's answer; or the chief's own without an answer, with the reason why this
-        worker could not connect.
+        The chief's answer; or the chief's own address without an answer, with the reason why this worker could not
+        connect.
 
     Raises:
         ValueError: If the chief refuses this worker's secret.
@@ -42,20 +45,20 @@ def report(job: Job, seconds: float, secret: bytes, keep: messages.Keep | None =
         else:
             problem = None
             with connection, contextlib.suppress(OSError):
-                missing, remark = _ask(connection, job, secret, ends_seconds, remark)
-                if missing is not None:
-                    if keep is not None and not missing:
+                found, remark = _ask(connection, job, secret, ends_seconds, remark, strategy)
+                if found is not None:
+                    if keep is not None and not found.missing and found.difference is None:
                         keep(0, connection.dup())
-                    return messages.Outcome(missing)
+                    return found
         time.sleep(_RETRY_SECONDS)
     chief = job.addresses[0]
     return messages.Outcome([chief], remark, {} if problem is None else {chief: problem})
 
 
 def _ask(
-    connection: socket.socket, job: Job, secret: bytes, ends_seconds: float, remark: str
-) -> tuple[list[str] | None, str]:
-    """Return the missing addresses in the chief's answer, None without one, and the remark for the error.
+    connection: socket.socket, job: Job, secret: bytes, ends_seconds: float, remark: str, strategy: str
+) -> tuple[messages.Outcome | None, str]:
+    """Return the chief's answer, None without one, and the remark for the error.
 
     Raises:
         ValueError: If the chief refuses this worker's secret.
@@ -66,14 +69,14 @@ def _ask(
     if challenge is None:
         return None, " Another program answers at the chief's address." if greeting else remark
     challenges = messages.Challenges(challenge, messages.new_challenge())
-    connection.sendall(messages.hello(job.rank, challenges, secret))
+    connection.sendall(messages.hello(job.rank, challenges, secret, strategy))
     line = _read_line(connection, ends_seconds + _ANSWER_SECONDS, messages.LONGEST_ANSWER_BYTES)
     if line == messages.REFUSED:
         raise ValueError(_refusal(job))
-    missing = messages.read_answer(line, challenges, job, secret)
-    if missing is None and line:
+    found = messages.read_answer(line, challenges, job, secret)
+    if found is None and line:
         remark = f" The program at the chief's address does not have this job's {job_secret.VARIABLE}."
-    return missing, remark
+    return found, remark
 
 
 def _refusal(job: Job) -> str:

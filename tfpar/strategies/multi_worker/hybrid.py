@@ -128,9 +128,11 @@ class Hybrid(Worker, Staged):
         peers = None
         if self.num_workers > 1:
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
-            self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
+            name = preflight.named("Hybrid", shard)
+            self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds, name)
             grid = f"{num_replicas} x {schedule.num_stages} stages on {len(names)} devices"
-            peers = self._meet(names, {"grid": grid, "layout": str(pipeline.settings.layout)}, all_reduce)
+            facts = {"shard": str(shard), "grid": grid, "layout": str(pipeline.settings.layout)}
+            peers = self._meet(names, facts, all_reduce)
             if shard is not None:
                 self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
         super().__init__(pipeline.settings, schedule, names, peers)

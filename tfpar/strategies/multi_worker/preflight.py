@@ -16,7 +16,9 @@ from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.files.code_listing import code_listing
+from tfpar.strategies import batch_dependence
 from tfpar.strategies.lost_workers import check_seconds, reason_of
+from tfpar.strategies.optimizer_shards import check_shard
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
@@ -89,8 +91,50 @@ def check_eager(model: keras.Model, num_local_replicas: int) -> None:
         )
 
 
+def checked(
+    all_reduce: str,
+    pack_bytes: int,
+    compression: str | None,
+    sync: str,
+    every: int,
+    average_optimizer: bool,
+    batch_dependent_layers: str,
+    shard: str | None,
+) -> dict[str, str]:
+    """Refuse wrong options of `MultiWorker`, and return them by name as text.
+
+    They must be equal on all workers, since the messages in a step depend on them.
+
+    Raises:
+        ValueError: If an option is out of range, or two options exclude each other.
+    """
+    options = {name: str(value) for name, value in locals().items()}
+    batch_dependence.check_choice(batch_dependent_layers)
+    check_shard(shard)
+    check_sync(sync, every, average_optimizer, compression, shard)
+    return options
+
+
+def named(kind: str, shard: str | None) -> str:
+    """Return the name of a strategy for messages.
+
+    Args:
+        kind: Its class.
+        shard: Its argument `shard`.
+
+    Example:
+        >>> named("MultiWorker", "optimizer"), named("Hybrid", None)
+        ("MultiWorker(shard='optimizer')", 'Hybrid')
+    """
+    return kind if shard is None else f"{kind}(shard={shard!r})"
+
+
 def form_cluster(
-    job: tf_config.Job | None, devices: Sequence[str] | None, form_seconds: float, silence_seconds: float
+    job: tf_config.Job | None,
+    devices: Sequence[str] | None,
+    form_seconds: float,
+    silence_seconds: float,
+    strategy: str,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Form TensorFlow's cluster after the rendezvous of all workers, and return its strategy.
 
@@ -99,9 +143,10 @@ def form_cluster(
         devices: Device names of this worker; None for all GPUs, or else all logical CPUs.
         form_seconds: Seconds to wait for all workers.
         silence_seconds: Seconds without a message after which a worker counts as lost.
+        strategy: The name of the strategy, the same on all workers.
 
     Raises:
-        ValueError: If a device does not exist, or GPUs and CPUs are mixed.
+        ValueError: If a device does not exist, GPUs and CPUs are mixed, or the workers create different strategies.
         RuntimeError: If TensorFlow has started already.
         TimeoutError: If a worker does not appear in time, or is lost while TensorFlow starts.
     """
@@ -116,7 +161,7 @@ def form_cluster(
     if job is not None and not alone and not tf_distribute.has_cluster():
         if tf_distribute.has_started():
             raise RuntimeError(STARTED)
-        rendezvous.connect_workers(job, form_seconds)
+        rendezvous.connect_workers(job, form_seconds, strategy=strategy)
     begin = functools.partial(
         tf_distribute.form_cluster, resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds
     )

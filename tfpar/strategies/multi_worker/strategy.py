@@ -33,7 +33,7 @@ from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
 from tfpar.strategies.multi_worker.worker import Worker
 from tfpar.strategies.multi_worker.worker_shards import WorkerShards
-from tfpar.strategies.optimizer_shards import Shard, check_shard
+from tfpar.strategies.optimizer_shards import Shard
 
 Compression = Literal["bfloat16"]
 
@@ -123,17 +123,17 @@ class MultiWorker(Worker, DataParallel):
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        batch_dependence.check_choice(batch_dependent_layers)
-        check_shard(shard)
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
-        preflight.check_sync(sync, every, average_optimizer, compression, shard)
-        job = self._take_place()
-        strategy = preflight.form_cluster(job, devices, form_seconds, silence_seconds)
+        pack_bytes = PACK_BYTES if pack_bytes is None else pack_bytes
+        options = preflight.checked(
+            all_reduce, pack_bytes, compression, sync, every, average_optimizer, batch_dependent_layers, shard
+        )
+        name = preflight.named("MultiWorker", shard)
+        strategy = preflight.form_cluster(self._take_place(), devices, form_seconds, silence_seconds, name)
         self._all_reduce, self._compression = all_reduce, compression
         self._averaging = LocalSGD(every, average_optimizer) if sync == "average" else None
         self.steps_multiple = every
-        pack_bytes = PACK_BYTES if pack_bytes is None else pack_bytes
-        self._join(strategy, pack_bytes, batch_dependent_layers)
+        self._join(strategy, pack_bytes, batch_dependent_layers, options)
         if shard is not None and self.num_replicas > 1:
             self._shards = WorkerShards(self, strategy, self._replicas, self._hosts, pack_bytes)
             self.divides_state = self.num_workers > 1
@@ -146,19 +146,20 @@ class MultiWorker(Worker, DataParallel):
         worker.addresses = job.addresses if job is not None else ("localhost:0",)
         worker.num_workers, worker.rank = len(worker.addresses), tf_distribute.worker_index(strategy)
         worker._all_reduce, worker._compression, worker._averaging = "auto", None, None
-        worker._join(strategy, PACK_BYTES)
+        worker._join(strategy, PACK_BYTES, "refuse", {})
         return worker
 
     def _join(
         self,
         strategy: tf.distribute.MultiWorkerMirroredStrategy,
         pack_bytes: int,
-        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
+        batch_dependent_layers: batch_dependence.BatchDependentLayers,
+        options: dict[str, str],
     ) -> None:
-        """Set up the communication between the workers."""
+        """Set up the communication between the workers, whose options must be equal."""
         super().__init__(strategy, pack_bytes, batch_dependent_layers)
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
-        self._connect(self.devices[0], {"number of devices": str(len(self.devices))})
+        self._connect(self.devices[0], {"number of devices": str(len(self.devices)), **options})
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = all_reduce_choice.agreed(self._all_reduce, self.device_names, self._hosts, self.num_workers)
@@ -221,8 +222,7 @@ class MultiWorker(Worker, DataParallel):
         """Return the size of the global batch, an int64 scalar."""
         if not distributed.uneven_end:
             return super().num_examples(element, distributed)
-        _, num_counted, _, _ = element
-        return self._hosts.all_reduce(tf.reduce_sum(tf.cast(num_counted, tf.int64)))
+        return self._hosts.all_reduce(tf.reduce_sum(tf.cast(element[1], tf.int64)))
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
         """Return whether any worker has examples in the upcoming element, a boolean scalar."""
@@ -267,8 +267,7 @@ class MultiWorker(Worker, DataParallel):
         rank = None if self.num_workers == 1 else self._consensus.first(bool(names))
         if rank is None:
             return names
-        found: list[str] = json.loads(self._consensus.broadcast_from(rank, json.dumps(names).encode()))
-        return found
+        return list(json.loads(self._consensus.broadcast_from(rank, json.dumps(names).encode())))
 
     def _check_batch_dependence(self, model: keras.Model, batch: Any, training: bool) -> None:
         preflight.check_eager(model, self._num_local_replicas)
