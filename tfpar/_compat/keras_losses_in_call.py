@@ -16,10 +16,11 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
+from tfpar._compat import keras_losses
+
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 
-# Keras as it is: the loss of the given examples, before any patch.
-reduce_of_these = loss_module.reduce_weighted_values
+reduce_of_these = keras_losses.reduce_weighted_values  # the loss of the given examples
 
 # The replicas of MirroredStrategy are threads, which take turns where they communicate.
 _thread = threading.local()
