@@ -17,14 +17,14 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_losses_in_call, keras_model
 
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
 
 
 # Keras as it is, for reductions that build on it.
-_reduce_weighted_values = loss_module.reduce_weighted_values
+reduce_weighted_values = keras_losses_in_call.reduce_of_these
 apply_mask = loss_module.apply_mask
 squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 aggregate_added_loss = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
@@ -34,29 +34,6 @@ aggregate_added_loss = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
 # communicate.
 _call_loss, _call_compiled = keras.losses.Loss.__call__, CompileLoss.__call__
 _thread = threading.local()
-
-
-def reduce_weighted_values(
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
-    reduction: str | None = "sum_over_batch_size",
-    dtype: Any = None,
-) -> tf.Tensor:
-    """Reduce the values of a loss, as Keras does in a graph.
-
-    Keras 3.15 returns a tensor without values as it is where it knows its shape (`reduce_values`), as in an eager trial
-    of a part from which a layer picks no example, and 0 where it does not.
-
-    Args:
-        values: Losses `[batch, ...]`.
-        sample_weight: `[batch, ...]` or None.
-        mask: `[batch, ...]` or None.
-        reduction: A reduction of `keras.losses.Loss`.
-        dtype: The dtype in which to compute.
-    """
-    reduced = _reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
-    return tf.reduce_sum(reduced) if reduction not in (None, "none") and reduced.shape == (0,) else reduced
 
 
 def _depth() -> int | None:

@@ -16,14 +16,35 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
-from tfpar._compat import keras_losses
-
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 
-reduce_of_these = keras_losses.reduce_weighted_values  # the loss of the given examples
+_reduce = loss_module.reduce_weighted_values  # before any patch
 
 # The replicas of MirroredStrategy are threads, which take turns where they communicate.
 _thread = threading.local()
+
+
+def reduce_of_these(
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> tf.Tensor:
+    """Reduce the losses of the given examples, as Keras does in a graph.
+
+    Keras 3.15 returns a tensor without values as it is where it knows its shape (`reduce_values`), as in an eager trial
+    of a part from which a layer picks no example, and 0 where it does not.
+
+    Args:
+        values: Losses `[batch, ...]`.
+        sample_weight: `[batch, ...]` or None.
+        mask: `[batch, ...]` or None.
+        reduction: A reduction of `keras.losses.Loss`.
+        dtype: The dtype in which to compute.
+    """
+    reduced = _reduce(values, sample_weight, mask, reduction, dtype)
+    return tf.reduce_sum(reduced) if reduction not in (None, "none") and reduced.shape == (0,) else reduced
 
 
 @contextlib.contextmanager
