@@ -33,6 +33,24 @@ def test_a_kind_has_the_settings_that_are_arguments_of_its_strategy(settings: An
     assert arguments == {name: fields[name] for name in fields if name not in ("kind", "num_logical_cpus")}
 
 
+def test_a_kind_of_a_grid_has_the_settings_that_are_arguments_of_the_grid_and_of_its_replicas() -> None:
+    """Those of `Hybrid` that both have are of the grid; the number of micro-batches has another description only."""
+    grid = inspect.signature(tfpar.Hybrid.__init__).parameters
+    of_grid = {name: grid[name].default for name in grid if name not in ("self", "pipeline")}
+    for settings, strategy, without in (
+        (config.Hybrid, tfpar.Pipeline, set()),
+        # A job takes its all-reduce and time limits from the environment of its workers.
+        (config.TensorParallel, tfpar.TensorParallel, {"all_reduce", "form_seconds", "silence_seconds"}),
+    ):
+        inner = {name: argument.default for name, argument in inspect.signature(strategy).parameters.items()}
+        arguments = {name: default for name, default in (inner | of_grid).items() if name not in without}
+        fields = {
+            name: inspect.Parameter.empty if field.is_required() else field.default
+            for name, field in settings.model_fields.items()
+        }
+        assert arguments == {name: fields[name] for name in fields if name not in ("kind", "num_logical_cpus")}
+
+
 @pytest.mark.parametrize(
     ("settings", "described"),
     [
@@ -41,12 +59,41 @@ def test_a_kind_has_the_settings_that_are_arguments_of_its_strategy(settings: An
         (config.SingleDevice(device="CPU:1"), "SingleDevice on CPU:1"),
         (config.Mirrored(devices=("CPU:0", "CPU:1")), "Mirrored over 2 replicas on CPU:0, CPU:1"),
         (
+            config.Mirrored(devices=("CPU:0", "CPU:1"), shard="optimizer"),
+            "Mirrored over 2 replicas on CPU:0, CPU:1, optimizer state sharded",
+        ),
+        (
+            config.Mirrored(devices=("CPU:0", "CPU:1"), shard="weights"),
+            "Mirrored over 2 replicas on CPU:0, CPU:1, weights sharded",
+        ),
+        (
+            config.MultiWorker(devices=("CPU:1", "CPU:2"), shard="optimizer"),
+            "MultiWorker over 1 worker, 2 replicas, optimizer state sharded; this is worker 0 on CPU:1, CPU:2",
+        ),
+        (
+            config.MultiWorker(devices=("CPU:1", "CPU:2"), shard="weights"),
+            "MultiWorker over 1 worker, 2 replicas on CPU:1, CPU:2, weights sharded",
+        ),
+        (
             config.Pipeline(num_stages=2, num_microbatches=4, devices=("CPU:2", "CPU:3")),
             "Pipeline of 2 stages on CPU:2, CPU:3, 4 micro-batches, 1f1b",
         ),
         (
             config.Hybrid(num_stages=1, num_microbatches=4, num_replicas=2, num_shards=2),
             "Hybrid of 2 replicas of 1 stage of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), 4 micro-batches, 1f1b",
+        ),
+        (
+            config.Hybrid(num_stages=2, num_microbatches=4, num_replicas=2, shard="optimizer"),
+            "Hybrid of 2 replicas of 2 stages on (CPU:0 CPU:1), (CPU:2 CPU:3), 4 micro-batches, 1f1b, optimizer state "
+            "sharded",
+        ),
+        (
+            config.TensorParallel(num_shards=2, devices=("CPU:2", "CPU:3"), layout={"up/kernel": (None, "model")}),
+            "TensorParallel of 2 shards on CPU:2, CPU:3",
+        ),
+        (
+            config.TensorParallel(num_shards=2, num_replicas=2),
+            "Hybrid of 2 replicas of TensorParallel of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3)",
         ),
         (
             config.TensorParallel(num_shards=2, num_replicas=2, shard="optimizer"),
