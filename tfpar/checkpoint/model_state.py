@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfpar._compat import keras_divided_state
 from tfpar.checkpoint import file_format, host_copies
 from tfpar.checkpoint.held_arrays import HeldArray
-from tfpar.checkpoint.model_differences import differences
+from tfpar.checkpoint.model_differences import refusal
 from tfpar.reduction import objective
 
 PACK_BYTES = 4 << 20
@@ -128,15 +128,12 @@ def assign_arrays(
         assign: Sets a variable; that of a strategy sets a metric variable on one replica, as replicas are summed.
 
     Raises:
-        ValueError: If names, shapes or types are those of another model; then no variable is set.
+        ValueError: If names, shapes or types are those of another model or optimizer; then no variable is set.
     """
     saved = {name: array.shape for name, array in arrays.items()}
     wanted = {name: tuple(variable.shape) for name, variable in variables.items()}
     if saved != wanted:
-        raise ValueError(
-            f"{origin} is of another model: {differences(saved, wanted)}. Resume with the model that wrote it, or use "
-            "another directory."
-        )
+        raise ValueError(f"{origin} {refusal(saved, wanted)}")
     converted = {name: _convert(name, arrays[name], variable, origin) for name, variable in variables.items()}
     for name, variable in variables.items():
         array = converted[name]
