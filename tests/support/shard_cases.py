@@ -75,7 +75,8 @@ class NormsOfAll(keras.optimizers.SGD):
     """An optimizer that takes all gradients at once."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        super().apply([gradient * 0.5 for gradient in grads], trainable_variables)
+        norm = keras.ops.sqrt(sum(keras.ops.sum(keras.ops.square(gradient)) for gradient in grads))
+        super().apply([gradient / norm for gradient in grads], trainable_variables)
 
 
 class CountsUpdates(keras.optimizers.SGD):
@@ -90,16 +91,21 @@ class CountsUpdates(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-def _of_two() -> Any:
-    two = keras.optimizers.MultiOptimizer(lambda weight: keras.optimizers.SGD(0.1))
-    return two
+def of_several() -> Any:
+    return keras.optimizers.MultiOptimizer(lambda weight: keras.optimizers.SGD(0.1))
 
 
+# Each weight's update depends on all weights: refused where a process has a part of them, trained in one process.
+OF_ALL_WEIGHTS: dict[str, Callable[[], Any]] = {
+    "norm of all gradients": lambda: NormsOfAll(0.1, 0.9),
+    "state of all weights": lambda: CountsUpdates(0.1, 0.9),
+    "several optimizers": of_several,
+}
 _plain = classifier(keras.optimizers.SGD)
 # A model function, and functions from a folder to a callback.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "apply of NormsOfAll takes all weights at once": (classifier(NormsOfAll),),
-    "apply of MultiOptimizer takes all weights at once": (classifier(_of_two),),
+    "apply of MultiOptimizer takes all weights at once": (classifier(of_several),),
     "CountsUpdates has state of all weights, '.*/count'": (classifier(CountsUpdates),),
     "BackupAndRestore restores on the chief": (_plain, lambda folder: keras.callbacks.BackupAndRestore(folder)),
     r"received ModelCheckpoint\(save_freq=3\)": (
