@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,12 @@ from tfpar.loops.callback_list import wants_single_batches
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
+ANY = small.STRATEGIES | {
+    "sharded state": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="optimizer"),
+    "sharded weights": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
+}
+
+
 class Pair:
     """One model under a strategy and its twin under Keras' own `fit`, both set back for every test."""
 
@@ -29,7 +36,7 @@ class Pair:
             optimizer = keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.8)
             return small.parity_cases.classifier(lambda: optimizer)()
 
-        self.trainer = tfpar.Trainer(build, small.STRATEGIES[strategy](), seed=0)
+        self.trainer = tfpar.Trainer(build, ANY[strategy](), seed=0)
         keras.utils.set_random_seed(0)
         self.keras = build()
         self._again = [small.Again(self.trainer.model), small.Again(self.keras)]
@@ -55,34 +62,41 @@ class Pair:
         small.assert_same_state(small.state(self.trainer.model), small.state(self.keras), tolerance)
 
 
-@pytest.fixture(scope="module", params=small.STRATEGIES)
-def compiled(request: pytest.FixtureRequest, logical_cpus: list[str]) -> Pair:
-    return Pair(request.param)
+@pytest.fixture(scope="module")
+def pairs(logical_cpus: list[str]) -> Callable[[str], Pair]:
+    """Return the pair of a strategy, which all tests of this file share."""
+    return functools.cache(Pair)
 
 
-@pytest.fixture
-def pair(compiled: Pair) -> Pair:
-    return compiled.reset()
+@pytest.fixture(params=small.STRATEGIES)
+def pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pair:
+    return pairs(request.param).reset()
 
 
-def test_early_stopping_stops_at_the_same_epoch_with_the_same_weights(pair: Pair) -> None:
-    (expected, expected_history), (actual, history) = pair.both(
+@pytest.fixture(params=ANY)
+def any_pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pair:
+    """Return a pair of which replicas may have a part of the state, or of the weights too."""
+    return pairs(request.param).reset()
+
+
+def test_early_stopping_stops_at_the_same_epoch_with_the_same_weights(any_pair: Pair) -> None:
+    (expected, expected_history), (actual, history) = any_pair.both(
         lambda name: keras.callbacks.EarlyStopping("accuracy", patience=1, restore_best_weights=True), epochs=12
     )
     assert 0 < expected.stopped_epoch < 11, f"the case must stop early, stopped at {expected.stopped_epoch}"
     assert actual.stopped_epoch == expected.stopped_epoch
     assert actual.best_epoch == expected.best_epoch
     small.assert_same_history(history, expected_history)
-    pair.assert_equal()
+    any_pair.assert_equal()
 
 
-def test_reduce_lr_on_plateau_gives_the_same_rates(pair: Pair) -> None:
-    (_, expected), (_, history) = pair.both(
+def test_reduce_lr_on_plateau_gives_the_same_rates(any_pair: Pair) -> None:
+    (_, expected), (_, history) = any_pair.both(
         lambda name: keras.callbacks.ReduceLROnPlateau("val_accuracy", factor=0.5, patience=1), epochs=8
     )
     assert len(set(expected["learning_rate"])) > 1, "the case must reduce the rate"
     small.assert_same_history(history, expected)
-    pair.assert_equal()
+    any_pair.assert_equal()
 
 
 def test_learning_rate_scheduler_gives_the_same_rates_and_weights(pair: Pair) -> None:
@@ -105,8 +119,8 @@ def test_csv_logger_writes_the_same_rows(pair: Pair, tmp_path: Path) -> None:
         )
 
 
-def test_model_checkpoint_saves_after_the_same_epochs_and_batches(pair: Pair, tmp_path: Path) -> None:
-    pair.both(
+def test_model_checkpoint_saves_after_the_same_epochs_and_batches(any_pair: Pair, tmp_path: Path) -> None:
+    any_pair.both(
         lambda name: [
             keras.callbacks.ModelCheckpoint(str(tmp_path / name / "epoch-{epoch}.weights.h5"), save_weights_only=True),
             keras.callbacks.ModelCheckpoint(
@@ -125,9 +139,12 @@ def test_model_checkpoint_saves_after_the_same_epochs_and_batches(pair: Pair, tm
         if name.endswith(".weights.h5"):
             weights = []
             for side in ("keras", "tfpar"):
-                pair.keras.load_weights(tmp_path / side / name)
-                weights.append(pair.keras.get_weights())
+                any_pair.keras.load_weights(tmp_path / side / name)
+                weights.append(any_pair.keras.get_weights())
             small.assert_same_state(weights[1], weights[0], 1e-5)
+    best = next(name for name in reversed(actual) if name.startswith("best"))
+    models = [keras.models.load_model(tmp_path / side / best) for side in ("tfpar", "keras")]
+    small.assert_same_state(*map(small.state, models), 1e-5)
 
 
 def test_terminate_on_nan_stops_without_an_exception(pair: Pair) -> None:
@@ -233,16 +250,16 @@ def _scalars(directory: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
-def test_swap_ema_weights_gives_the_same_logs_and_weights(pair: Pair, swap_on_epoch: bool) -> None:
-    (_, expected), (_, history) = pair.both(lambda name: keras.callbacks.SwapEMAWeights(swap_on_epoch), epochs=2)
+def test_swap_ema_weights_gives_the_same_logs_and_weights(any_pair: Pair, swap_on_epoch: bool) -> None:
+    (_, expected), (_, history) = any_pair.both(lambda name: keras.callbacks.SwapEMAWeights(swap_on_epoch), epochs=2)
     small.assert_same_history(history, expected)
-    pair.assert_equal()
+    any_pair.assert_equal()
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
-def test_backup_and_restore_resumes_at_the_same_epoch(pair: Pair, tmp_path: Path, save_freq: Any) -> None:
+def test_backup_and_restore_resumes_at_the_same_epoch(any_pair: Pair, tmp_path: Path, save_freq: Any) -> None:
     epochs: list[list[int]] = []
-    for fit, name in ((pair.keras.fit, "keras"), (pair.trainer.fit, "tfpar")):
+    for fit, name in ((any_pair.keras.fit, "keras"), (any_pair.trainer.fit, "tfpar")):
         seen: list[int] = []
 
         def fail_in_third_epoch(epoch: int, logs: Any, seen: list[int] = seen) -> None:
@@ -261,7 +278,7 @@ def test_backup_and_restore_resumes_at_the_same_epoch(pair: Pair, tmp_path: Path
         epochs.append(seen)
     assert epochs[0][3] > 0, "Keras itself does not start over"
     assert epochs[1] == epochs[0], f"tfpar trained the epochs {epochs[1]}"
-    pair.assert_equal()
+    any_pair.assert_equal()
 
 
 # --- which callbacks ask for single batches ---------------------------------------------------------------------------
