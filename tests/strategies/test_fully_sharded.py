@@ -144,15 +144,17 @@ def test_lookups_and_added_losses_equal_one_device(name: str) -> None:
 
 
 def test_a_saved_model_continues_in_plain_keras(tmp_path: Path) -> None:
-    trainer = tfpar.Trainer(classifier(), sharded(), seed=0)
+    trainer = tfpar.Trainer(classifier(OPTIMIZERS["norm, average"]), sharded(), seed=0)
     trainer.fit(small.data(), verbose=0)
     trainer.save(tmp_path / "model.keras")
     loaded, inputs = keras.models.load_model(tmp_path / "model.keras"), parity_cases.inputs(20)
-    for one, other in zip(state(loaded), state(trainer.model), strict=True):
-        np.testing.assert_array_equal(one, other)
+    small.assert_same_state(state(loaded), state(trainer.model))
     np.testing.assert_allclose(
         loaded.predict(inputs, verbose=0), trainer.predict(inputs, verbose=0), rtol=1e-4, atol=1e-6
     )
+    histories = [one.fit(small.data(), verbose=0).history for one in (loaded, trainer)]
+    small.assert_same_history(*histories, tolerance=1e-4)
+    small.assert_same_state(state(loaded), state(trainer.model), 1e-4)
 
 
 @pytest.mark.extended
