@@ -144,7 +144,7 @@ def test_lookups_and_added_losses_equal_one_device(name: str) -> None:
 
 
 def test_a_saved_model_continues_in_plain_keras(tmp_path: Path) -> None:
-    trainer = tfpar.Trainer(classifier(OPTIMIZERS["norm, average"]), sharded(), seed=0)
+    trainer = tfpar.Trainer(classifier(OPTIMIZERS["norm, average"]), sharded(2), seed=0)
     trainer.fit(small.data(), verbose=0)
     trainer.save(tmp_path / "model.keras")
     loaded, inputs = keras.models.load_model(tmp_path / "model.keras"), parity_cases.inputs(20)
