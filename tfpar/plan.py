@@ -26,7 +26,7 @@ from tfpar.commands.quantity_flags import Bandwidth, Size
 from tfpar.config import bundled_configurations
 from tfpar.messages import received
 from tfpar.messages.received import quoted
-from tfpar.planning.stated import MOST_DEVICES, MOST_HOSTS, MOST_MEASURED, MOST_SPEED, Stated
+from tfpar.planning.stated import MOST_DEVICES, MOST_HOSTS, MOST_MEASURED, Stated, check_speed
 from tfpar.runs import plan_files
 
 if TYPE_CHECKING:
@@ -161,11 +161,7 @@ def _check_flags() -> None:
     ):
         if value is not None:
             check_within(name, value, least, most)
-    if not _SPEED.value > 0:
-        raise ValueError(
-            f"--device_speed must be above 0, received {_SPEED.value}: 1.5 is a device that is 1.5 times as fast."
-        )
-    check_within("device_speed", _SPEED.value, 0, MOST_SPEED)
+    check_speed("--device_speed", _SPEED.value)
     job = tf_config.from_environment(os.environ)
     if job is not None and job.num_workers > 1:
         raise ValueError(

@@ -42,11 +42,15 @@ def test_links_that_nobody_has_measured_or_stated_are_named_too() -> None:
         ({"num_devices": 0}, "num_devices must be at least 1, received 0"),
         ({"num_devices": 10**6}, "num_devices must be at most 512, received 1000000"),
         ({"num_hosts": 0}, "num_hosts must be at least 1, received 0"),
-        ({"device_speed": 0}, "device_speed must be above 0 and at most 1000, received 0"),
-        ({"device_speed": float("nan")}, "device_speed must be above 0 and at most 1000, received nan"),
-        ({"memory_bytes": 0}, "memory_bytes must be at least 1, received 0"),
-        ({"bandwidth": 0.0}, "bandwidth must be above 0 bytes per second, received 0.0"),
-        ({"bandwidth": float("inf")}, "bandwidth must be above 0 bytes per second, received inf"),
+        ({"device_speed": 0}, "device_speed must be from 0.001 to 1000, received 0: 1.5 is a device"),
+        ({"device_speed": 1e-320}, "device_speed must be from 0.001 to 1000, received 1e-320"),
+        ({"device_speed": 1e4}, "device_speed must be from 0.001 to 1000, received 10000.0"),
+        ({"device_speed": float("nan")}, "device_speed must be from 0.001 to 1000, received nan"),
+        ({"memory_bytes": 0}, "memory_bytes must be finite and at least 1, received 0"),
+        ({"memory_bytes": float("nan")}, "memory_bytes must be finite and at least 1, received nan"),
+        ({"bandwidth": 0.0}, "bandwidth must be finite and at least 1 byte per second, received 0.0"),
+        ({"bandwidth": 1e-320}, "bandwidth must be finite and at least 1 byte per second, received 1e-320"),
+        ({"bandwidth": float("inf")}, "bandwidth must be finite and at least 1 byte per second, received inf"),
     ],
 )
 def test_numbers_that_no_machine_has_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -58,3 +62,23 @@ def test_numbers_that_no_machine_has_are_refused(settings: dict[str, Any], messa
 def test_counts_are_whole_numbers(value: Any) -> None:
     with pytest.raises(TypeError, match="num_devices must be a whole number"):
         Stated(num_devices=value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device_speed": "2"}, "device_speed must be a number, received '2': 1.5 is a device that is 1.5 times as"),
+        ({"device_speed": True}, "device_speed must be a number, received True"),
+        ({"device_speed": None}, "device_speed must be a number, received None"),
+        (
+            {"memory_bytes": "24GiB"},
+            r"memory_bytes must be a number of bytes, received '24GiB': 24 GiB is 24 \*",
+        ),
+        ({"bandwidth": "1GB/s"}, "bandwidth must be a number of bytes per second, received '1GB/s': 1 GB/s is 1e9"),
+        ({"bandwidth": [1e9]}, "bandwidth must be a number of bytes per second, received "),
+    ],
+)
+def test_texts_for_numbers_are_refused_in_one_sentence(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}") as refused:
+        Stated(**settings)
+    assert "\n" not in str(refused.value)

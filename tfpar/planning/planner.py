@@ -63,7 +63,7 @@ def plan(
         num_devices: Devices to plan for, if they are not those that are there; planned from these.
         num_hosts: Hosts to plan for, each with these devices.
         memory_bytes: Memory of a device; None for that of the devices that are there.
-        device_speed: Speed of a planned device relative to those that are there.
+        device_speed: Speed of a planned device relative to those that are there: from 0.001 to 1000.
         bandwidth: Bytes per second between devices, and between hosts; None for that measured.
         measured_layouts: The largest number of layouts to train for a moment where predictions are too close to choose
             from; 0 to predict alone; None for 3, if that takes less than a minute.

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
+from tfpar.messages.received import quoted
 from tfpar.pipeline.schedule.links import Link
 from tfpar.planning.costs import MachineCosts
 from tfpar.planning.quantities import memory
 
 MOST_DEVICES, MOST_HOSTS, MOST_MEASURED = 512, 512, 100
-MOST_SPEED = 1000.0
+# Beyond these a step would be no time that a training has, or one that no number holds.
+LEAST_SPEED, MOST_SPEED = 0.001, 1000.0
 # Of 10 Gbit/s, which most machines have.
 NETWORK_LATENCY_SECONDS, NETWORK_BYTES_PER_SECOND = 50e-6, 1.25e9
+_SPEED_MEANING = "1.5 is a device that is 1.5 times as fast"
+_MEMORY_MEANING, _BANDWIDTH_MEANING = "24 GiB is 24 * 2**30", "1 GB/s is 1e9"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Stated:
         bandwidth: Bytes per second between devices, and between hosts; None for that measured.
 
     Raises:
+        TypeError: If a number is none, such as the text "24GiB".
         ValueError: If a number is out of range.
 
     Example:
@@ -44,15 +50,21 @@ class Stated:
         """Refuse numbers that no machine has."""
         check_count("num_devices", 1 if self.num_devices is None else self.num_devices, 1, MOST_DEVICES)
         check_count("num_hosts", self.num_hosts, 1, MOST_HOSTS)
-        if not (0 < self.device_speed <= MOST_SPEED):
-            raise ValueError(
-                f"device_speed must be above 0 and at most {MOST_SPEED:g}, received {self.device_speed}: 1.5 is a "
-                "device that is 1.5 times as fast."
-            )
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ValueError(f"memory_bytes must be at least 1, received {self.memory_bytes}.")
-        if self.bandwidth is not None and not (0 < self.bandwidth < math.inf):
-            raise ValueError(f"bandwidth must be above 0 bytes per second, received {self.bandwidth}.")
+        _check_number("device_speed", self.device_speed, "a number", _SPEED_MEANING)
+        check_speed("device_speed", self.device_speed)
+        if self.memory_bytes is not None:
+            _check_number("memory_bytes", self.memory_bytes, "a number of bytes", _MEMORY_MEANING)
+            if not 1 <= self.memory_bytes < math.inf:
+                raise ValueError(
+                    f"memory_bytes must be finite and at least 1, received {self.memory_bytes}: {_MEMORY_MEANING}."
+                )
+        if self.bandwidth is not None:
+            _check_number("bandwidth", self.bandwidth, "a number of bytes per second", _BANDWIDTH_MEANING)
+            if not 1 <= self.bandwidth < math.inf:
+                raise ValueError(
+                    f"bandwidth must be finite and at least 1 byte per second, received {self.bandwidth}: "
+                    f"{_BANDWIDTH_MEANING}."
+                )
 
     @property
     def keeps_speed(self) -> bool:
@@ -95,6 +107,31 @@ class Stated:
 
 def _with_bandwidth(link: Link, bytes_per_second: float) -> Link:
     return Link(link.latency_seconds, bytes_per_second)
+
+
+def _check_number(name: str, value: object, kind: str, meaning: str) -> None:
+    """Refuse an argument that is no number; `meaning` is an example of one."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {kind}, received {quoted(value)}: {meaning}.")
+
+
+def check_speed(name: str, speed: float) -> None:
+    """Refuse the speed of a device that is out of range.
+
+    Args:
+        name: Of the argument or flag.
+        speed: Its value.
+
+    Raises:
+        ValueError: If it is below `LEAST_SPEED` or above `MOST_SPEED`, or no number.
+
+    Example:
+        >>> check_speed("device_speed", 0)
+        Traceback (most recent call last):
+        ValueError: device_speed must be from 0.001 to 1000, received 0: 1.5 is a device that is 1.5 times as fast.
+    """
+    if not LEAST_SPEED <= speed <= MOST_SPEED:
+        raise ValueError(f"{name} must be from {LEAST_SPEED:g} to {MOST_SPEED:g}, received {speed}: {_SPEED_MEANING}.")
 
 
 def check_count(name: str, value: int, least: int, most: int) -> None:
