@@ -44,6 +44,12 @@ def test_runs_of_other_machines_do_not_count(tmp_path: Path) -> None:
     assert history(tmp_path, MACHINE) == "error of the prediction in 1 run of this machine: time 1 % (worst 1 %)"
 
 
+def test_the_previewed_step_of_a_pipeline_is_none_of_the_planner(tmp_path: Path) -> None:
+    write(tmp_path, "planned", record(0.01) | {"previewed_step_seconds": 0.05})
+    write(tmp_path, "previewed", record(0.0) | {"planned_step_seconds": None, "previewed_step_seconds": 0.05})
+    assert history(tmp_path, MACHINE) == "error of the prediction in 1 run of this machine: time 1 % (worst 1 %)"
+
+
 def test_without_a_tested_prediction_that_is_said(tmp_path: Path) -> None:
     write(tmp_path, "unplanned", record(0.0) | {"planned_step_seconds": None})
     (tmp_path / "a_file").touch()

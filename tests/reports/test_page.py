@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import shutil
 import struct
 import subprocess
@@ -117,6 +118,14 @@ def test_a_run_with_little_in_it_has_a_page_that_says_so(lines: list[dict[str, A
     assert "No step was timed" in read.words
     assert "This run was not planned" in read.words
     assert "Not measured: a run measures its memory at its end." in read.words
+
+
+def test_the_previewed_step_of_a_pipeline_is_named_as_one_without_update(tmp_path: Path) -> None:
+    folder = recorded.write(tmp_path / "run", lines=recorded.epochs(1))
+    previewed = {"layout": "Pipeline(2, 4)", "planned_step_seconds": None, "previewed_step_seconds": 0.012}
+    (folder / "prediction.json").write_text(json.dumps(previewed | {"measured_step_seconds": 0.015}))
+    words = Page(page.report(recorded_run.read(folder))[0]).words
+    assert "step of the table of stages, without update12.0 ms15.0 ms-20 %" in "".join(words.splitlines())
 
 
 def test_a_long_run_shows_some_epochs_and_all_in_the_picture(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from tests.support import command
 from tests.support.command import settings
 from tfpar import config
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
-from tfpar.planning.history import machine_name
+from tfpar.planning.history import history, machine_name
 from tfpar.planning.layouts import Layout
-from tfpar.planning.ranking import rank
+from tfpar.planning.ranking import UNTESTED, rank
 from tfpar.planning.rows import PredictedStep
 from tfpar.runs import chosen_layout, stored_plans
 
@@ -187,6 +187,7 @@ def test_a_run_that_nobody_planned_writes_what_was_measured(call: command.InProc
     assert found == {
         "layout": "SingleDevice",
         "planned_step_seconds": None,
+        "previewed_step_seconds": None,
         "planned_memory_bytes": None,
         "machine": machine_name("CPU"),
     }
@@ -210,11 +211,23 @@ def test_a_run_of_an_earlier_plan_has_its_prediction(call: command.InProcess, tm
     assert (found["layout"], found["planned_step_seconds"], found["planned_memory_bytes"]) == ("Mirrored(2)", 0.2, 5000)
 
 
-def test_a_pipeline_that_nobody_planned_has_the_prediction_of_its_own_preview(
+def test_the_preview_of_a_pipeline_that_nobody_planned_is_no_prediction_of_the_planner(
     call: command.InProcess, tmp_path: Path
 ) -> None:
     assert train(call, "run", *by_hand(LAYOUTS["pipeline"])).code == 0
-    assert prediction(tmp_path / "run")["planned_step_seconds"] > 0
+    found = prediction(tmp_path / "run")
+    assert found["planned_step_seconds"] is None
+    assert found["previewed_step_seconds"] > 0
+    assert history(tmp_path, machine_name("CPU")) == UNTESTED
+
+
+def test_a_planned_pipeline_has_both_predictions(call: command.InProcess, tmp_path: Path) -> None:
+    store(plan_text(Layout(), LAYOUTS["pipeline"]))
+    assert train(call, "run", *by_hand(LAYOUTS["pipeline"])).code == 0
+    found = prediction(tmp_path / "run")
+    assert found["planned_step_seconds"] == 0.2
+    assert found["previewed_step_seconds"] > 0
+    assert "1 run of this machine" in history(tmp_path, machine_name("CPU"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": 3}', '{"rows": [{}], "measured": {}, "notes": [], "take": null}'])

@@ -67,9 +67,10 @@ def has_equal_devices(kind: str, num_planned: int, num_used: int, num_cores: int
 
 
 def history(folder: Path, machine: str) -> str:
-    """Return in words how well the runs of a machine were predicted.
+    """Return in words how well the planner predicted the runs of a machine.
 
-    Files that cannot be read, or that hold something else, are left out.
+    The previewed step of a pipeline is that of another predictor, and does not count. Files that cannot be read, or
+    that hold something else, are left out.
 
     Args:
         folder: The folder of the runs' folders, which need not exist.

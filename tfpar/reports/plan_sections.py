@@ -54,11 +54,15 @@ def plan_section(run: RecordedRun) -> tuple[list[Markup], dict[str, bytes]]:
 def _prediction(run: RecordedRun) -> Iterable[Markup]:
     prediction = run.prediction
     seconds, num_bytes = (prediction.get(f"planned_{name}") for name in ("step_seconds", "memory_bytes"))
+    previewed = prediction.get("previewed_step_seconds")
     step, used = (prediction.get(f"measured_{name}") for name in ("step_seconds", "memory_bytes"))
     step = step if is_number(step) else run.step_seconds
     rows = []
     if is_number(seconds):
         rows.append(("step", duration(seconds), "" if step is None else duration(step), _error(seconds, step)))
+    if is_number(previewed):
+        words = "step of the table of stages, without update"
+        rows.append((words, duration(previewed), "" if step is None else duration(step), _error(previewed, step)))
     if is_number(num_bytes):
         shown = memory(used) if is_number(used) else ""
         rows.append(("memory of the fullest device", memory(num_bytes), shown, _error(num_bytes, used)))

@@ -72,7 +72,9 @@ class PredictionRecorder:
         milliseconds = figures.get("step_milliseconds")
         record = {
             "layout": str(self._layout),
-            "planned_step_seconds": _planned_seconds(plan, row, self._layout) or self._previewed_seconds,
+            "planned_step_seconds": _planned_seconds(plan, row, self._layout),
+            # Another predictor, of the actions alone: the history of the planner does not count it.
+            "previewed_step_seconds": self._previewed_seconds,
             "planned_memory_bytes": None if plan is None or row is None else _planned_bytes(plan, row, is_gpu),
             "measured_step_seconds": None if milliseconds is None else milliseconds / 1e3,
             "measured_memory_bytes": self._peak_bytes(self._layout),
