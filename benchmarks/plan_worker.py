@@ -78,7 +78,8 @@ def compared(
     predicted_best = _chosen(list(steps.values()), costs, machine)
 
     def measured_step(step: PredictedStep) -> PredictedStep:
-        return dataclasses.replace(step, measured_seconds=measure_layout(make, step.layout, devices))
+        seconds, spread = measure_layout(make, step.layout, devices)
+        return dataclasses.replace(step, measured_seconds=seconds, spread=spread)
 
     rows, _ = with_measured(best_of_each_grid(steps.values(), machine), machine, measured_step, USUALLY_MEASURED)
     chosen = _chosen(rows, costs, machine)

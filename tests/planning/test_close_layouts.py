@@ -23,17 +23,17 @@ MIRRORED, SHARDED = "Mirrored(2)", 'Mirrored(2, shard="optimizer")'
 class Device:
     """Devices whose steps take given seconds, or end in an error."""
 
-    def __init__(self, seconds: Mapping[str, float | str]) -> None:
-        self.seconds, self.asked = seconds, list[str]()
+    def __init__(self, seconds: Mapping[str, float | str], spread: float = 0.0) -> None:
+        self.seconds, self.spread, self.asked = seconds, spread, list[str]()
 
     def measure(self, step: PredictedStep) -> PredictedStep | Refusal | None:
         self.asked.append(str(step.layout))
         found = self.seconds[str(step.layout)]
         if found == "out of memory":
             return dataclasses.replace(step, ran_out_of_memory=True)
-        return (
-            Refusal(step.layout, found) if isinstance(found, str) else dataclasses.replace(step, measured_seconds=found)
-        )
+        if isinstance(found, str):
+            return Refusal(step.layout, found)
+        return dataclasses.replace(step, measured_seconds=found, spread=self.spread)
 
 
 def planned(device: Device, machine: MachineCosts = MACHINE, most: int = 3, model: ModelCosts = MODEL) -> Plan:
@@ -48,6 +48,24 @@ def test_close_layouts_are_ordered_by_their_measured_steps() -> None:
     assert [row.measured_seconds for row in plan.rows] == [0.4, 0.5, None]
     assert plan.rows[0].examples_per_second == pytest.approx(64 / 0.4)
     assert plan.rows[0].step_seconds < 0.41, "the prediction stays, for its error"
+
+
+def test_the_spread_of_measured_layouts_is_that_of_the_plan() -> None:
+    seconds = {MIRRORED: 0.44, SHARDED: 0.4}
+    assert [row.rank for row in planned(Device(seconds)).rows] == [1, 2, 3]
+    plan = planned(Device(seconds, spread=0.12))
+    assert [(row.rank, str(row.layout)) for row in plan.rows] == [(1, MIRRORED), (1, SHARDED), (3, "SingleDevice")]
+    assert plan.model.spread == 0.12
+    plan = planned(Device(seconds, spread=0.4))
+    assert plan.take is None
+    assert plan.notes[0].startswith("The measured times vary by 40 %, and more than 25 % is too noisy to rank")
+
+
+@pytest.mark.parametrize(("one_seconds", "is_ranked"), [(0.85, True), (1.2, False)], ids=["as before", "slower"])
+def test_one_device_that_takes_another_time_than_before_is_a_drift(one_seconds: float, is_ranked: bool) -> None:
+    plan = planned(Device({MIRRORED: 0.9, SHARDED: 0.95, "SingleDevice": one_seconds}))
+    assert plan.model.spread == pytest.approx(one_seconds / 0.81 - 1)
+    assert (plan.take is not None) == is_ranked
 
 
 def test_a_measurement_longer_than_the_prediction_of_another_layout_has_that_one_measured_too() -> None:

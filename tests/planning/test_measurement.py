@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.planning import stage_measurement, step_timing
+from tfpar.planning import given_data, measurement, stage_measurement, step_timing
 from tfpar.planning.contention import may_share_model
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, candidates
@@ -68,6 +68,26 @@ def test_every_size_and_every_block_is_measured(costs: tuple[ModelCosts, Machine
     assert set(machine.slowdown) == set(machine.slowdown_of_stages) == {1, 2}
     assert set(machine.reduce) == {2}
     assert machine.action_seconds > 0
+
+
+@pytest.mark.parametrize("noisy", range(5), ids=["steps", "replica", "stages", "machine", "drift"])
+def test_the_spread_is_the_largest_of_all_measurements(
+    costs: tuple[ModelCosts, MachineCosts], logical_cpus: list[str], noisy: int
+) -> None:
+    spreads = [0.01] * 5
+    spreads[noisy] = 0.4
+    model, machine = dataclasses.replace(costs[0], spread=spreads[0]), costs[1]
+    made = given_data.Prepared(mock.Mock(), mock.Mock(), None, given_data.GivenData(mock.Mock(), 0.0))
+    with mock.patch.multiple(
+        measurement,
+        prepared=mock.Mock(return_value=made),
+        _measure_model=mock.Mock(return_value=(model, model.compute)),
+        _replica_seconds=mock.Mock(return_value=(0.0, spreads[1])),
+        measure_stages=mock.Mock(return_value=stage_measurement.Stages(spread=spreads[2])),
+        _measure_machine=mock.Mock(return_value=(machine, spreads[3])),
+        measure_drift=mock.Mock(return_value=spreads[4]),
+    ):
+        assert measure(mock.Mock(), DEVICES)[0].spread == 0.4
 
 
 def test_every_layout_has_a_predicted_step(costs: tuple[ModelCosts, MachineCosts]) -> None:
@@ -203,7 +223,9 @@ def test_a_layout_is_measured_with_a_model_of_its_own(layout: Layout, logical_cp
         return tfpar.Trainer(build, strategy), data()
 
     before = tf.random.get_global_generator().state.numpy().tolist()
-    assert 0 < measure_layout(make, layout, logical_cpus) < 10
+    seconds, spread = measure_layout(make, layout, logical_cpus)
+    assert 0 < seconds < 10
+    assert spread >= 0
     assert made == [layout.num_devices]
     assert tf.random.get_global_generator().state.numpy().tolist() == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from tfpar.planning import spread
 from tfpar.planning.close_layouts import Measure, with_measured
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, Refusal, candidates
@@ -49,8 +50,19 @@ def compare(
     if measure is not None and model.spread <= MOST_SPREAD:  # else none is taken
         rows, untrainable = with_measured(rows, machine, measure, most_measured)
         refusals += untrainable
+        model = dataclasses.replace(model, spread=max(model.spread, _spread_of_measured(rows)))
     more, _ = _predictions(model, dataclasses.replace(machine, num_devices=machine.num_devices + 1), steps)
     return rank(rows, refusals, model, machine, more, history, devices or ())
+
+
+def _spread_of_measured(steps: Sequence[PredictedStep]) -> float:
+    """Return the spread of the layouts that were measured, with the drift since the measurement of the model.
+
+    The prediction for one device is a measurement: where its step is measured once more, both should be equal.
+    """
+    measured = [step for step in steps if step.measured_seconds is not None]
+    drifts = [spread.between(step.seconds, step.known_seconds) for step in measured if step.layout.num_devices == 1]
+    return max([*drifts, *(step.spread for step in measured)], default=0.0)
 
 
 def may_split(model: ModelCosts, machine: MachineCosts) -> bool:

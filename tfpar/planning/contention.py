@@ -6,9 +6,11 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfpar.planning import spread
 from tfpar.planning.costs import ModelCosts
 from tfpar.planning.step_timing import TimedLoop
 
@@ -16,6 +18,18 @@ _MOST_SHARED_BYTES = 16 << 20
 _MOST_OF_UPDATE = 0.1
 _ROUNDS = 5
 _SECONDS_OF_ROUND = 0.25
+
+
+class Slowdown(NamedTuple):
+    """How much longer steps take with several devices at once.
+
+    Args:
+        of_number: The seconds relative to those of one device, at least 1, by the number of devices.
+        spread: The spread of the rounds.
+    """
+
+    of_number: dict[int, float]
+    spread: float = 0.0
 
 
 def are_alike(devices: Sequence[str]) -> bool:
@@ -52,7 +66,7 @@ def may_share_model(devices: Sequence[str], costs: ModelCosts, num_examples: int
     return costs.update_seconds < _MOST_OF_UPDATE * step_seconds
 
 
-def measure_slowdown(loops: Sequence[TimedLoop]) -> dict[int, float]:
+def measure_slowdown(loops: Sequence[TimedLoop]) -> Slowdown:
     """Measure how much longer a training step takes with several devices at once, each with a copy of the model.
 
     Logical CPUs share cores and memory; GPUs share the threads of the host.
@@ -61,7 +75,7 @@ def measure_slowdown(loops: Sequence[TimedLoop]) -> dict[int, float]:
         loops: The steps on each device of one process, with batches of one size.
 
     Returns:
-        The seconds relative to those of one device, at least 1, by the number of devices: 1, 2, 4 and so on, and all.
+        The slow-down with 1, 2, 4 and so on devices, and with all.
     """
     for loop in loops:
         loop.run(2)  # compiles
@@ -70,7 +84,11 @@ def measure_slowdown(loops: Sequence[TimedLoop]) -> dict[int, float]:
     num_rounds = _ROUNDS if alone_seconds < _SECONDS_OF_ROUND else 1
     numbers = sorted({*(1 << power for power in range(len(loops).bit_length())), len(loops)})
     rounds = [{number: _seconds_together(loops[:number], count) for number in numbers} for _ in range(num_rounds)]
-    return {number: max(1.0, statistics.median(one[number] / one[1] for one in rounds)) for number in numbers}
+    ratios = {number: [one[number] / one[1] for one in rounds] for number in numbers}
+    return Slowdown(
+        {number: max(1.0, statistics.median(each)) for number, each in ratios.items()},
+        max(spread.of_repeats(each) for each in ratios.values()) if num_rounds > 1 else 0.0,
+    )
 
 
 def _seconds_together(loops: Sequence[TimedLoop], count: int) -> float:

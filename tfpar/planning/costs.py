@@ -153,7 +153,7 @@ class ModelCosts:
         uncut: Why the model cannot be cut, a sentence; "" where it can.
         mixing: Layers that mix the examples of a batch, which replicas refuse.
         normalizing: Layers that normalize the examples of each replica, or micro-batch, by themselves.
-        spread: Relative spread of repeated measurements: 0.02 for 2 %.
+        spread: Relative spread of the measurements, the largest of those that change a step: 0.02 for 2 %.
         seconds: Duration of the measurement.
     """
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule.links import Link, fit_link
+from tfpar.planning import spread
 from tfpar.reduction.gradient_addition import sum_of
 
 # Bytes of a message, and messages of a call: many small ones, or a call would take longer than they do.
@@ -29,7 +30,7 @@ def measure_copy(devices: Sequence[str]) -> Link:
     def copies(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [_moved(one, devices) for one in tensors]
 
-    return _fitted(copies, devices[:1], divide=2)
+    return _fitted(copies, devices[:1], divide=2)[0]
 
 
 def _moved(tensor: tf.Tensor, devices: Sequence[str]) -> tf.Tensor:
@@ -39,11 +40,14 @@ def _moved(tensor: tf.Tensor, devices: Sequence[str]) -> tf.Tensor:
         return tf.identity(there)
 
 
-def measure_reduction(devices: Sequence[str]) -> Link:
+def measure_reduction(devices: Sequence[str]) -> tuple[Link, float]:
     """Measure the sum of a gradient over devices on the first of them, and the copies of the sum to all.
 
     Args:
         devices: Devices of one process.
+
+    Returns:
+        The sums as a link, and the spread of their measurements.
     """
 
     def sums(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -76,7 +80,7 @@ def measure_exchange(devices: Sequence[str]) -> Link:
                     current[index] = tf.nn.relu(total)  # an operation, or the sums would be merged into one
         return [one[0] for one in current]
 
-    return _fitted(sums, devices)
+    return _fitted(sums, devices)[0]
 
 
 def measure_addition(device: str) -> Link:
@@ -85,26 +89,28 @@ def measure_addition(device: str) -> Link:
     Args:
         device: The device.
     """
-    return measure_reduction([device, device])
+    return measure_reduction([device, device])[0]
 
 
 _Body = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
-def _fitted(body: _Body, devices: Sequence[str], divide: int = 1) -> Link:
-    """Return the link of messages, each with a tensor on every device.
+def _fitted(body: _Body, devices: Sequence[str], divide: int = 1) -> tuple[Link, float]:
+    """Return the link of messages, each with a tensor on every device, and the spread of the calls.
 
     Args:
         body: Sends the messages, and returns at most as many results as it has tensors.
         devices: The device of each tensor of a message.
         divide: Messages that follow each other for one tensor.
     """
-    seconds = []
+    seconds, spreads = [], []
     for size, number in _MESSAGES.items():
         taken, num_results = _seconds(body, devices, size, number)
         of_call, _ = _seconds(functools.partial(_as_they_are, devices, num_results), devices, 4, number)
-        seconds.append(max((taken - of_call) / number / divide, _LEAST_SECONDS))
-    return fit_link(tuple(_MESSAGES), seconds)
+        each = statistics.median(taken) - statistics.median(of_call)
+        seconds.append(max(each / number / divide, _LEAST_SECONDS))
+        spreads.append(spread.of_repeats(taken))
+    return fit_link(tuple(_MESSAGES), seconds), statistics.median(spreads)
 
 
 def _as_they_are(devices: Sequence[str], number: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -115,8 +121,8 @@ def _as_they_are(devices: Sequence[str], number: int, tensors: list[tf.Tensor]) 
     return results
 
 
-def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) -> tuple[float, int]:
-    """Return the median seconds of a call, and the number of its results."""
+def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) -> tuple[list[float], int]:
+    """Return the seconds of each of some calls, and the number of their results."""
     tensors = []
     for _ in range(count):
         for device in devices:
@@ -131,4 +137,4 @@ def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) ->
         seconds.append(time.perf_counter() - began_seconds)
         num_results = len(results)
         del results
-    return statistics.median(seconds[1:]), num_results
+    return seconds[1:], num_results

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfpar import config, data
 from tfpar._compat import random_state
 from tfpar.cluster import cores
+from tfpar.pipeline.schedule.links import Link
 from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import are_alike, may_share_model, measure_slowdown
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
@@ -22,7 +23,7 @@ from tfpar.planning.link_measurement import measure_addition, measure_copy, meas
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.stage_measurement import measure_split_factor, measure_stages
-from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_loss_of_pieces, measure_steps
+from tfpar.planning.step_timing import TimedLoop, measure_drift, measure_loss, measure_loss_of_pieces, measure_steps
 from tfpar.planning.update_measurement import measure_update
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import Mirrored, SingleDevice, Strategy, batch_dependence, from_settings
@@ -58,16 +59,20 @@ def measure(
     make_trainer = ReadOnce(make_trainer)
     with random_state.preserved_random_state():
         trainer, loop, batch, given = prepared(make_trainer, SingleDevice(devices[0]))
-        costs = _measure_model(make_trainer, trainer, loop, batch, devices[0], num_planned)
+        costs, steps = _measure_model(make_trainer, trainer, loop, batch, devices[0], num_planned)
+        replica_seconds, replica_spread = _replica_seconds(make_trainer, devices, costs)
         costs = dataclasses.replace(
             costs,
             data_seconds=given.wait_seconds,
             data_core_seconds=given.core_seconds,
-            replica_seconds=_replica_seconds(make_trainer, devices, costs),
+            replica_seconds=replica_seconds,
         )
         stages = measure_stages(make_trainer, devices, costs)
         costs = dataclasses.replace(costs, staged=stages.seconds, split_factor=None)
-        machine = _measure_machine(make_trainer, loop, batch, devices, num_planned, costs)
+        machine, machine_spread = _measure_machine(make_trainer, loop, batch, devices, num_planned, costs)
+        # The first measurement and the last one are the same: what lies between them is as uncertain as their drift.
+        drift = measure_drift(loop, steps)
+        spread = max(costs.spread, replica_spread, stages.spread, machine_spread, drift)
     num_cores = cores.num_allowed_cores() if machine.device == "CPU" else 0
     machine = dataclasses.replace(
         machine,
@@ -76,7 +81,7 @@ def measure(
         runtime_bytes=taken_bytes,
         slowdown_of_stages=stages.slowdown_like(machine.slowdown),
     )
-    return dataclasses.replace(costs, seconds=time.perf_counter() - began_seconds), machine
+    return dataclasses.replace(costs, spread=spread, seconds=time.perf_counter() - began_seconds), machine
 
 
 def with_split_factor(make_trainer: MakeTrainer, devices: Sequence[str], costs: ModelCosts) -> ModelCosts:
@@ -94,7 +99,7 @@ def with_split_factor(make_trainer: MakeTrainer, devices: Sequence[str], costs: 
     return dataclasses.replace(costs, split_factor=factor, seconds=seconds)
 
 
-def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[str]) -> float:
+def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[str]) -> tuple[float, float]:
     """Measure the training step of a layout, with a model that is dropped afterwards.
 
     Args:
@@ -103,7 +108,7 @@ def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[
         devices: At least as many devices of this machine as it has.
 
     Returns:
-        The seconds of a step at the global batch, with data that is there.
+        The seconds of a step at the global batch, with data that is there, and the spread of its repeats.
 
     Raises:
         ValueError: If the layout cannot train the model.
@@ -111,8 +116,8 @@ def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[
     """
     with random_state.preserved_random_state():
         one = prepared(ReadOnce(make_trainer), strategy_of(layout, devices))
-        steps, _ = measure_steps(one.loop, [int(data.num_rows(one.batch))])
-    return steps.seconds[0]
+        steps, spread = measure_steps(one.loop, [int(data.num_rows(one.batch))])
+    return steps.seconds[0], spread
 
 
 def strategy_of(layout: Layout, devices: Sequence[str]) -> Strategy:
@@ -146,7 +151,8 @@ def sizes_of(batch: int, num_devices: int) -> list[int]:
 
 def _measure_model(
     make_trainer: ReadOnce, trainer: Trainer, loop: TimedLoop, batch: Any, device: str, num_planned: int
-) -> ModelCosts:
+) -> tuple[ModelCosts, Curve]:
+    """Return the costs of the model, and the steps that were measured, with the update."""
     model, num_examples = trainer.model, int(data.num_rows(batch))
     sizes = sizes_of(num_examples, num_planned)
     steps, spread = measure_steps(loop, sizes)
@@ -158,7 +164,7 @@ def _measure_model(
     if blocks.divides_loss and num_planned > 1:
         pieces_seconds = measure_loss_of_pieces(model, device, data.take_rows(batch, 0, share), SHARDS_OF_TRIAL)
     held = model_bytes(model, batch, device)
-    return ModelCosts(
+    costs = ModelCosts(
         name=model.name,
         num_parameters=model.count_params(),
         weight_bytes=held.weight_bytes,
@@ -181,16 +187,17 @@ def _measure_model(
         normalizing=traced.normalizing,
         spread=spread,
     )
+    return costs, steps
 
 
-def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:
-    """Return the seconds of a step on one replica beyond those of the same step on one device."""
+def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> tuple[float, float]:
+    """Return the seconds of a step on one replica beyond those of the same step on one device, and their spread."""
     num_examples = -(-costs.batch // len(devices))
     if len(devices) == 1 or (are_alike(devices) and costs.compute.at(num_examples) > _LONG_SECONDS):
-        return 0.0
+        return 0.0, 0.0
     loop = prepared(make_trainer, Mirrored([devices[0]])).loop
-    steps, _ = measure_steps(loop, [num_examples])
-    return max(0.0, steps.seconds[0] - costs.compute.at(num_examples) - costs.update_seconds)
+    steps, spread = measure_steps(loop, [num_examples])
+    return max(0.0, steps.seconds[0] - costs.compute.at(num_examples) - costs.update_seconds), spread
 
 
 def _bytes_of(batch: Any) -> int:
@@ -200,10 +207,11 @@ def _bytes_of(batch: Any) -> int:
 
 def _measure_machine(
     make_trainer: ReadOnce, loop: TimedLoop, batch: Any, devices: Sequence[str], num_planned: int, costs: ModelCosts
-) -> MachineCosts:
+) -> tuple[MachineCosts, float]:
+    """Return the costs of the machine, and their spread, as far as it changes a step."""
     kind = tf.DeviceSpec.from_string(devices[0]).device_type
     if len(devices) == 1:
-        return MachineCosts(kind, num_planned, 1, add=measure_addition(devices[0]))
+        return MachineCosts(kind, num_planned, 1, add=measure_addition(devices[0])), 0.0
     used = list(devices[:_MOST_DEVICES_AT_ONCE])
     share = -(-int(data.num_rows(batch)) // min(len(devices), num_planned))
     if may_share_model(used, costs, share):
@@ -213,14 +221,24 @@ def _measure_machine(
     for one in loops:
         one.resize(share)
     numbers = sorted({2, len(devices)})
-    return MachineCosts(
+    slowdown = measure_slowdown(loops)
+    reductions = {number: measure_reduction(devices[:number]) for number in numbers}
+    machine = MachineCosts(
         device=kind,
         num_devices=num_planned,
         num_measured=len(devices),
-        slowdown=measure_slowdown(loops),
+        slowdown=slowdown.of_number,
         copy=measure_copy(devices[:2]),
         add=measure_addition(devices[0]),
-        reduce={number: measure_reduction(devices[:number]) for number in numbers},
+        reduce={number: link for number, (link, _) in reductions.items()},
         exchange={number: measure_exchange(devices[:number]) for number in numbers},
         action_seconds=action_seconds(tuple(devices[:2])),
     )
+    step_seconds = costs.compute.at(share) + costs.update_seconds
+    return machine, max(slowdown.spread, *(_part_of_sums(costs, *one, step_seconds) for one in reductions.values()))
+
+
+def _part_of_sums(costs: ModelCosts, link: Link, spread: float, step_seconds: float) -> float:
+    """Return the spread of a step by that of the sums of its gradients, which are a part of it."""
+    sum_seconds = link.seconds(costs.trainable_bytes, len(costs.variable_bytes))
+    return spread * sum_seconds / (sum_seconds + step_seconds)

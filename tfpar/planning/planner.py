@@ -160,14 +160,14 @@ def _measured(
         return None
     try:
         with progress(f"planning: measuring {step.layout} ..."), _one_sentence():
-            seconds = measure_layout(make_trainer, step.layout, devices)
+            seconds, spread = measure_layout(make_trainer, step.layout, devices)
     except MemoryError:
         return dataclasses.replace(step, ran_out_of_memory=True)
     except ValueError as error:
         return Refusal(step.layout, str(error).rstrip("."))
     # Measured with data that is there, which takes cores to be read.
     seconds += step.waits.get("reading data", 0.0)
-    return dataclasses.replace(step, measured_seconds=max(seconds, data_seconds))
+    return dataclasses.replace(step, measured_seconds=max(seconds, data_seconds), spread=spread)
 
 
 @contextlib.contextmanager

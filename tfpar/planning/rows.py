@@ -19,6 +19,7 @@ class PredictedStep:
         memory_bytes: Peak memory of the fullest device, runtime included.
         largest_batch: The largest global batch that fits in the memory of a device; None without a limit.
         measured_seconds: Its duration in a measurement; None where it is predicted only.
+        spread: Relative spread of the repeats of that measurement.
         ran_out_of_memory: Whether it did not fit in the memory of the devices when it was measured.
     """
 
@@ -28,6 +29,7 @@ class PredictedStep:
     memory_bytes: int = 0
     largest_batch: int | None = None
     measured_seconds: float | None = None
+    spread: float = 0.0
     ran_out_of_memory: bool = False
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar.planning.contention import may_share_model, measure_slowdown
+from tfpar.planning.contention import Slowdown, may_share_model, measure_slowdown
 from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.given_data import ReadOnce, prepared
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_steps
@@ -24,10 +24,12 @@ class Stages(NamedTuple):
     Args:
         seconds: Of a micro-batch in a pipeline of one stage, by its number of examples; None where none can be.
         slowdown: Seconds of such a micro-batch with two devices at once, relative to one.
+        spread: The spread of these measurements.
     """
 
     seconds: Curve | None = None
     slowdown: float | None = None
+    spread: float = 0.0
 
     def slowdown_like(self, measured: Mapping[int, float]) -> dict[int, float]:
         """Return the slow-down of micro-batches, for as many devices as that of whole steps was measured with.
@@ -60,22 +62,25 @@ def measure_stages(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelC
         return Stages()
     sizes = sorted({max(1, costs.batch // (_MICROBATCHES << power)) for power in range(_SIZES)})
     loop = _loop(make_trainer, devices[:1], [len(costs.blocks)])
-    steps, _ = measure_steps(loop, [_MICROBATCHES * size for size in sizes])
+    steps, spread = measure_steps(loop, [_MICROBATCHES * size for size in sizes])
     each = [one / _MICROBATCHES for one in steps.seconds]
-    found = Stages(Curve(tuple(sizes[: len(each)]), tuple(each)))
+    found = Stages(Curve(tuple(sizes[: len(each)]), tuple(each)), spread=spread)
     if len(devices) == 1:
         return found
     size = steps.sizes[-1] // _MICROBATCHES
-    return found._replace(slowdown=_slowdown(make_trainer, loop, devices[1], costs, size))
+    slowdown = _slowdown(make_trainer, loop, devices[1], costs, size)
+    if slowdown is None:
+        return found
+    return found._replace(slowdown=slowdown.of_number[_DEVICES_AT_ONCE], spread=max(spread, slowdown.spread))
 
 
-def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelCosts, size: int) -> float | None:
+def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelCosts, size: int) -> Slowdown | None:
     try:
         is_shared = may_share_model([other], costs)
         loops = [loop, loop.twin() if is_shared else _loop(make_trainer, [other], [len(costs.blocks)])]
         for one in loops:
             one.resize(_MICROBATCHES * size)
-        return measure_slowdown(loops)[_DEVICES_AT_ONCE]
+        return measure_slowdown(loops)
     except tf.errors.ResourceExhaustedError:  # the other device has another model from the measurement before
         return None
 

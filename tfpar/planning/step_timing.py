@@ -16,6 +16,7 @@ from tfpar import data
 from tfpar._compat import keras_model
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
+from tfpar.planning import spread
 from tfpar.planning.costs import Curve
 from tfpar.planning.graph_reading import needed_operations
 from tfpar.reduction import gathered_classes
@@ -29,6 +30,7 @@ SECONDS_OF_REPEAT = 0.15
 _MOST_STEPS = 2000
 _LONG_SECONDS = 1.0
 _TURNS = 5
+_SMALL_SPREAD, _MOST_TRIES_OF_DRIFT = 0.05, 3
 # Beyond these the step is predicted from smaller batches, by a line.
 _FEWEST_SIZES = 4
 _MOST_SECONDS_OF_SIZE = 8.0
@@ -89,16 +91,18 @@ def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
 
     Returns:
         The seconds of a step by its number of examples, ascending: the lower quartile, since other processes only make
-        steps longer. And their relative error.
+        steps longer. And the spread of the repeats, the median of all sizes.
 
     Raises:
         MemoryError: If the device has not enough memory for a step of the smallest size.
     """
     found: dict[int, list[float]] = {size: [] for size in sorted(set(sizes))}
-    for number in range(ROUNDS):  # other processes of the machine disturb one round more than another
+    for number in range(ROUNDS + 1):  # other processes of the machine disturb one round more than another
         for size in list(found):
             if number and min(found[size]) > _LONG_SECONDS:
                 continue
+            if number == ROUNDS and spread.of_repeats(found[size]) <= _SMALL_SPREAD:
+                continue  # one round more is for sizes that were disturbed
             if not number and _is_too_long(found, size):
                 found = {smaller: seconds for smaller, seconds in found.items() if smaller < size}
                 break
@@ -110,8 +114,35 @@ def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
                 if not found:
                     raise _too_large(size) from error
                 break
-    lows = tuple(statistics.quantiles(seconds, n=4, method="inclusive")[0] for seconds in found.values())
-    return Curve(tuple(found), lows), statistics.median(map(relative_error, found.values()))
+    lows = tuple(map(spread.low, found.values()))
+    return Curve(tuple(found), lows), statistics.median(map(spread.of_repeats, found.values()))
+
+
+def measure_drift(loop: TimedLoop, steps: Curve) -> float:
+    """Measure the step of the largest size again, and compare it with that of an earlier measurement.
+
+    A disturbance of a moment is no drift: a step that takes another time is measured a few times, and its nearest time
+    counts.
+
+    Args:
+        loop: The steps.
+        steps: Their earlier measurement.
+
+    Returns:
+        How much longer one of both is, relative to the other; 0 where the device has not enough memory any more.
+    """
+    first = steps.seconds[-1]
+    drift = math.inf
+    try:
+        loop.resize(steps.sizes[-1])
+        for _ in range(_MOST_TRIES_OF_DRIFT):
+            again = [_timed(loop.run, 1)] if first > _LONG_SECONDS else repeated_seconds(loop.run)
+            drift = min(drift, spread.between(first, spread.low(again)))
+            if drift <= _SMALL_SPREAD or first > _LONG_SECONDS:
+                break
+    except tf.errors.ResourceExhaustedError:
+        return 0.0
+    return drift
 
 
 def _is_too_long(found: dict[int, list[float]], size: int) -> bool:
@@ -173,20 +204,6 @@ def _timed(run: Callable[[int], Any], num_steps: int) -> float:
     began_seconds = time.perf_counter()
     run(num_steps)
     return time.perf_counter() - began_seconds
-
-
-def relative_error(seconds: Sequence[float]) -> float:
-    """Return how far the median of other repeats would be, relative to it: half of the quartiles' distance by sqrt(n).
-
-    Args:
-        seconds: Measurements, at least two.
-
-    Example:
-        >>> round(relative_error([1.0, 1.1, 1.2, 1.3]), 3)
-        0.033
-    """
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / 2 / middle / math.sqrt(len(seconds)) if middle else 0.0
 
 
 def measure_loss(model: keras.Model, device: str, batch: Any) -> float:
