@@ -27,6 +27,7 @@ from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
 from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
 from benchmarks.plan import PLAN
 from benchmarks.plan_memory import PLAN_MEMORY
+from benchmarks.plan_seconds import PLAN_SECONDS
 from benchmarks.plan_sleeping import PLAN_SLEEPING
 from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, print_result
@@ -63,6 +64,7 @@ ALL = {
         VOCABULARY_LOSS,
         WIDE_FEATURES,
         PLAN,
+        PLAN_SECONDS,
         PLAN_MEMORY,
         PLAN_SLEEPING,
         PARITY_TABLE,

@@ -111,12 +111,12 @@ def test_a_moment_of_disturbance_at_the_end_is_no_drift(machine_of: Callable[...
     assert measure_drift(machine, steps) < 1e-6
 
 
-def test_a_long_step_is_measured_once_again(machine_of: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("size", "num_steps"), [(1000, 1), (100, 3)], ids=["of 2 s", "of 200 ms"])
+def test_few_long_steps_are_measured_again(machine_of: Callable[..., Any], size: int, num_steps: int) -> None:
     machine = machine_of(lambda now: 1.1)
-    large = 1000
-    drift = measure_drift(machine, Curve((large,), (large * SECONDS_OF_EXAMPLE,)))
+    drift = measure_drift(machine, Curve((size,), (size * SECONDS_OF_EXAMPLE,)))
     assert drift == pytest.approx(0.1)
-    assert machine.counts == [1]
+    assert machine.counts == [1] * num_steps
 
 
 def test_a_step_that_no_longer_fits_has_no_drift(machine_of: Callable[..., Any]) -> None:

@@ -31,7 +31,7 @@ NAMES = (
     "host_bound, cnn, mirrored, multi_worker, communication_bound, slow_network, checkpoint_cost, "
     "pipeline_mlp, pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, pipeline_workers, "
     "hybrid, fully_sharded, hybrid_sleeping, workers_sleeping, scaling_parts, scaling, all_reduce, "
-    "restart, shards, tensor_parallel, vocabulary_loss, wide_features, plan, plan_memory, "
+    "restart, shards, tensor_parallel, vocabulary_loss, wide_features, plan, plan_seconds, plan_memory, "
     "plan_sleeping, parity_table, gpu"
 )
 MACHINE = {"cores": 2, "load_of_the_last_minute": 0.5}

@@ -79,7 +79,7 @@ def plan(
     Example:
         >>> plan = tfpar.plan(build_model, dataset)
         >>> print(plan)
-        >>> plan.take.settings["kind"] in ("single_device", "mirrored", "pipeline", "hybrid", "tensor_parallel")
+        >>> plan.rows[0].settings["kind"] in ("single_device", "mirrored", "pipeline", "hybrid", "tensor_parallel")
         True
     """
     if isinstance(build_model, keras.Model) or not callable(build_model):
