@@ -99,7 +99,7 @@ def test_a_function_gets_its_arguments_and_returns_training_and_validation_data(
         (
             "test_python_function.give",
             {"what": "nothing"},
-            "The examples of test_python_function.give holds? no examples",
+            "The dataset of test_python_function.give holds no examples",
         ),
         ("test_python_function.give", {"what": "unlike"}, r"inputs must have one fixed shape .* have \(None,\)"),
     ],

@@ -141,8 +141,8 @@ def _check_validation(train: split.Split, held_out: split.Split, first: tf.Tenso
     shape = train.decoded().element_spec[0].shape
     if first.shape != shape:
         raise ValueError(
-            f"Validation inputs must have the shape of training inputs, but the {held_out.origin} have {first.shape} "
-            f"and the {train.origin} have {shape}: correct one of them."
+            f"Validation inputs must have the shape of training inputs, but those of the {held_out.origin} have "
+            f"{first.shape} and those of the {train.origin} have {shape}: correct one of them."
         )
 
 

@@ -168,7 +168,8 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> by
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     if len(groups) > 1:
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
+        # Below the axes: a bar may be anywhere inside.
+        figure.legend(*axes.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     return _png(figure)
 
 

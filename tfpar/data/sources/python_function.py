@@ -34,7 +34,7 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
         return _split(settings, train, "train"), _split(settings, train, "validation")
     if validation is None or settings.validation_split is None:
         return _split(settings, train, "all"), None
-    return _split(settings, train, "all"), _split(settings, validation, "all", "validation data")
+    return _split(settings, train, "all"), _split(settings, validation, "all", "validation dataset")
 
 
 def _function(name: str) -> Any:
@@ -88,7 +88,7 @@ def _check(name: str, dataset: tf.data.Dataset) -> None:
         )
 
 
-def _split(settings: config.Data, dataset: tf.data.Dataset, part: Part, what: str = "examples") -> Split:
+def _split(settings: config.Data, dataset: tf.data.Dataset, part: Part, what: str = "dataset") -> Split:
     if part != "all":
         numbered = dataset.enumerate()
 
