@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from tests.support import command
 from tests.support.command import settings
 from tests.support.recorded import Page, call_report
-from tfpar.reports import events
+from tfpar.pipeline.analysis import timeline_plot
+from tfpar.reports import events, recorded_run
 
 PIPELINE = ("--config", "digits_pipeline", "--trace")
 SMALL = ("--config", str(command.ROOT / "configs" / "regression_small.toml"), *settings("data.num_examples=2048"))
@@ -58,6 +60,54 @@ def test_a_traced_pipeline_on_digits_has_every_section(
     assert kinds(tmp_path / "run") == ["started", "trained"]
     again = command.run([*PIPELINE, *settings("training.epochs=2"), "--directory", "run"], tmp_path, data)
     assert "report     run/report.html" in again.out, "a trained run names it, too"
+
+
+GRID = """
+import keras, numpy as np, tensorflow as tf, tfpar
+
+class Grid(tfpar.Trainer):
+    reads = ("seed", "training.global_batch_size")
+    validation_data, num_train_examples = None, 64
+
+    def __init__(self, run, strategy):
+        arrays = np.random.default_rng(0).normal(size=[64, 5]).astype("float32"), np.ones([64, 1], "float32")
+        self.train_data = tf.data.Dataset.from_tensor_slices(arrays).batch(run.training.global_batch_size)
+        super().__init__(build_model, strategy, run.seed)
+
+def build_model():
+    model = keras.Sequential([keras.Input([5]), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+"""
+OF_GRID = settings(
+    "trainer=grid.Grid", "training.global_batch_size=16", "training.epochs=1", "callbacks.tensorboard=false",
+    "strategy.kind=hybrid", "strategy.num_replicas=2", "strategy.num_stages=2", "strategy.num_microbatches=2",
+    'strategy.devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"]',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("trace", [[], ["--trace"]], ids=["planned", "traced"])
+def test_the_timeline_of_a_grid_has_the_stages_of_all_replicas(
+    trace: list[str], call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grid.py").write_text(GRID)
+    monkeypatch.delitem(sys.modules, "grid", raising=False)
+    trained = call(*OF_GRID, *trace, "--directory", "run")
+    assert trained.code == 0, trained
+    record = recorded_run.read(tmp_path / "run").pipeline
+    assert record is not None
+    assert record.schedule.num_replicas == 2
+    for timeline in (record.planned, record.measured) if trace else (record.planned,):
+        assert timeline is not None
+        assert sorted({span.device for span in timeline.spans}) == [0, 1, 2, 3], "two replicas of two stages"
+        assert len(timeline.spans) == 16, "on each device 2 forward and 2 backward passes"
+    drawn = timeline_plot.figure(record.planned, record.measured, record.schedule)
+    rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in drawn.axes]
+    assert rows == [[f"replica {one // 2}, device {one}" for one in range(4)]] * (1 + len(trace))
+    assert (tmp_path / "run" / "report" / "timeline.png").read_bytes()[1:4] == b"PNG"
+    shown = words(tmp_path / "run")
+    assert "Timeline of a step" in shown
+    assert ("as run" in shown) == bool(trace)
 
 
 def test_an_interrupted_run_is_reported_and_so_is_its_resumption(call: command.InProcess, tmp_path: Path) -> None:
