@@ -57,6 +57,22 @@ def test_several_runs_are_compared_by_settings_and_figures(runs: Path, capsys: p
     assert not (runs / "one" / "report.html").exists()
 
 
+def test_the_layout_that_auto_chose_is_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = '[strategy]\nkind = "auto"\nnum_logical_cpus = 4'
+    layouts = {"chosen": "Hybrid(2 x Pipeline(2, 4))", "other": "Mirrored(4)"}
+    for name, layout in layouts.items():
+        recorded.write(runs / name, auto, recorded.epochs(1), prediction={"layout": layout})
+    recorded.write(runs / "damaged", auto, recorded.epochs(1), prediction={"layout": [HOSTILE]})
+    assert call_report("runs/chosen", "runs/other", "runs/damaged", "runs/two", "runs/one") == 0
+    chosen, other, damaged, two, one = capsys.readouterr().out.split("\n\n")[:5]
+    assert ["layout", "Hybrid(2 x Pipeline(2, 4))"] in [line.split(maxsplit=1) for line in chosen.splitlines()]
+    assert ["layout", "Mirrored(4)"] in [line.split(maxsplit=1) for line in other.splitlines()]
+    assert "layout" not in damaged + two, "it is not known"
+    assert "layout Pipeline on CPU:0, CPU:1" in " ".join(one.split()), one
+    words = " ".join(Page(Path("comparison.html").read_text()).words.split())
+    assert "layoutHybrid(2 x Pipeline(2, 4))Mirrored(4)--Pipeline on CPU:0, CPU:1" in words
+
+
 def test_runs_of_the_same_name_are_told_by_their_paths(runs: Path) -> None:
     recorded.write(Path("other/one"))
     found = [recorded_run.read(folder) for folder in (runs / "one", runs / "two", Path("other/one"))]

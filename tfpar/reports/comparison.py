@@ -45,12 +45,13 @@ def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
 
 
 def figures(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
-    """Return the figures of all runs by their names: state, metrics, step, speed, memory.
+    """Return the figures of all runs by their names: state, layout, metrics, step, speed, memory.
 
     Args:
         runs: Recorded runs.
     """
     rows: dict[str, list[str]] = {"state": [run.status for run in runs]}
+    rows["layout"] = [_layout(run) for run in runs]
     rows["epochs"] = [_number(run.figures.get("epochs", run.figures.get("epoch"))) for run in runs]
     for name in pictures.metric_names(*runs):
         rows |= {log: [_number(run.figures.get(log)) for run in runs] for log in (name, f"val_{name}")}
@@ -60,6 +61,12 @@ def figures(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
     rows["peak of the fullest device"] = [_memory(run.fullest_bytes) for run in runs]
     rows["peak of the process"] = [_memory(run.process_bytes) for run in runs]
     return {name: cells for name, cells in rows.items() if set(cells) != {ABSENT}}
+
+
+def _layout(run: RecordedRun) -> str:
+    """Return the layout of a run, also where `strategy.kind = "auto"` chose it; `ABSENT` where it is not recorded."""
+    found = run.prediction.get("layout") or run.table("layout").get("strategy")
+    return found if isinstance(found, str) and found else ABSENT
 
 
 def _number(value: Any) -> str:
