@@ -16,7 +16,8 @@ from tfpar.planning.history import history, machine_name
 from tfpar.planning.layouts import Layout
 from tfpar.planning.ranking import UNTESTED, rank
 from tfpar.planning.rows import PredictedStep
-from tfpar.runs import chosen_layout, stored_plans
+from tfpar.planning.stated import Stated
+from tfpar.runs import chosen_layout, plan_run, stored_plans
 
 OWN = """
 import keras, numpy as np, tensorflow as tf, tfpar
@@ -209,6 +210,71 @@ def test_a_run_of_an_earlier_plan_has_its_prediction(call: command.InProcess, tm
     assert train(call, "run", *by_hand(Layout(2))).code == 0
     found = prediction(tmp_path / "run")
     assert (found["layout"], found["planned_step_seconds"], found["planned_memory_bytes"]) == ("Mirrored(2)", 0.2, 5000)
+
+
+def store_stated(text: str, *overrides: str) -> None:
+    path = stored_plans.path_of(config.load(None, [*SMALL, *overrides]), "CPU", is_stated=True)
+    stored_plans.store(path, text)
+
+
+def test_the_prediction_is_of_the_last_plan_that_has_the_layout(call: command.InProcess, tmp_path: Path) -> None:
+    recomputed = Layout(num_stages=2, num_microbatches=4, recompute=True)
+    store(plan_text(Layout(), Layout(2)))
+    store_stated(plan_text(Layout(2), recomputed))
+    for name, layout, seconds in (("last", Layout(2), 0.1), ("alone", recomputed, 0.2)):
+        assert train(call, name, *by_hand(layout)).code == 0
+        found = prediction(tmp_path / name)
+        assert (found["layout"], found["planned_step_seconds"]) == (str(layout), seconds)
+    store(plan_text(Layout(), Layout(2)))  # again, and later
+    assert train(call, "again", *by_hand(Layout(2))).code == 0
+    assert prediction(tmp_path / "again")["planned_step_seconds"] == 0.2
+
+
+def test_a_plan_for_stated_devices_is_no_choice_of_auto(
+    call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def measure(run: config.Run, number: int) -> dict[str, Any]:
+        measured.append(number)
+        plan: dict[str, Any] = json.loads(plan_text(Layout(2)))
+        return plan
+
+    monkeypatch.setattr("tfpar.runs.chosen_layout._measured_plan", measure)
+    store_stated(plan_text(Layout()))
+    assert train(call, "run", AUTO).code == 0
+    assert measured == [2]
+    assert prediction(tmp_path / "run")["layout"] == "Mirrored(2)"
+
+
+@pytest.mark.parametrize(
+    ("stated", "measured_layouts", "ending"),
+    [
+        (Stated(), None, ".json"),
+        (Stated(memory_bytes=4 * 10**9), None, ".stated.json"),
+        (Stated(), 0, ".stated.json"),
+        (Stated(num_devices=4), None, ".stated.json"),
+        (Stated(num_devices=2), None, None),  # with half of the cores that a run on two devices has
+        (Stated(num_devices=5), None, None),
+        (Stated(num_hosts=2), None, None),
+        (Stated(device_speed=1.5), None, None),
+        (Stated(bandwidth=1e9), None, None),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("logical_cpus")
+def test_a_plan_is_stored_where_this_machine_has_what_is_stated(
+    stated: Stated, measured_layouts: int | None, ending: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = MachineCosts("CPU", 4, 4)
+    model = ModelCosts("mlp", 9, 36, 36, 36, (36,), 16, Curve((16,), (0.1,)), 0.01)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tfpar.cluster.cores.num_allowed_cores", lambda: 8)
+    monkeypatch.setattr(plan_run, "check_trainer", lambda run: None)
+    monkeypatch.setattr(plan_run, "planned", lambda *_: rank([PredictedStep(Layout(2), 0.1, {})], [], model, machine))
+    plan_run.plan_of(config.load(None, SMALL), stated, 4, measured_layouts)
+    found = [path.name.partition(".")[2] for path in tmp_path.glob("runs/.plans/*")]
+    assert found == ([] if ending is None else [ending.removeprefix(".")])
 
 
 def test_the_preview_of_a_pipeline_that_nobody_planned_is_no_prediction_of_the_planner(

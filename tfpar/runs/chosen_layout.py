@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -64,13 +65,28 @@ def choose(run: config.Run, directory: RunDirectory) -> Choice:
 
 
 def _copy_plan(run: config.Run, directory: RunDirectory) -> None:
-    """Copy the plan of an earlier command into the folder of a run, where it is compared with what ran."""
+    """Copy the plan of an earlier command into the folder of a run, where it is compared with what ran.
+
+    Of several plans it is the last one that has the layout of the run, with its settings as the planner writes them.
+    """
     path = directory.path / stored_plans.NAME
     if directory.resumed is not None or path.exists():
         return
     kind = cluster.configured_devices(None)[0].partition(":")[0]
-    if (plan := stored_plans.read(stored_plans.path_of(run, kind))) is not None:
-        atomic_file.write(path, stored_plans.to_text(plan))
+    plans = stored_plans.newest_first(run, kind)
+    if plans:
+        most = max(plans, key=lambda plan: len(plan["rows"]))  # a layout chosen by hand has settings of its own
+        own = next((plan for plan in plans if _has_layout_of(run, plan)), most)
+        atomic_file.write(path, stored_plans.to_text(own))
+
+
+def _has_layout_of(run: config.Run, plan: dict[str, Any]) -> bool:
+    """Return whether a row of a plan is the layout of a run, with the same settings."""
+    for row in plan["rows"]:
+        with contextlib.suppress(ValueError, KeyError):
+            if config.with_layout(run.strategy, row["settings"]) == run.strategy:
+                return True
+    return False
 
 
 def _devices(strategy: config.Auto) -> tuple[str, int]:

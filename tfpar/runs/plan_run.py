@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfpar import cluster, config, data
 from tfpar.cluster import cores
+from tfpar.planning.history import has_equal_devices
 from tfpar.planning.plan import Plan
 from tfpar.planning.planner import planned
 from tfpar.planning.stated import Stated
@@ -47,9 +48,21 @@ def plan_of(run: config.Run, stated: Stated, num_logical_cpus: int, measured_lay
         return trainer, run_data.training_batches(plain, trainer)
 
     plan = planned(make, names, stated, measured_layouts, lambda error: data.user_message(error, run.data))
-    if stated == Stated() and measured_layouts is None:
-        stored_plans.store(stored_plans.path_of(run, plan.machine.device), plan.to_json())
+    if _is_of_this_machine(stated, plan.machine.device, len(cluster.resolve_devices(names))):
+        is_stated = stated != Stated() or measured_layouts is not None
+        stored_plans.store(stored_plans.path_of(run, plan.machine.device, is_stated=is_stated), plan.to_json())
     return plan
+
+
+def _is_of_this_machine(stated: Stated, device: str, num_there: int) -> bool:
+    """Return whether runs of this machine have the stated devices, so that a plan predicts their steps.
+
+    A stated memory changes what fits, and no step.
+    """
+    number = num_there if stated.num_devices is None else stated.num_devices
+    if not stated.keeps_speed or stated.num_hosts > 1 or number > num_there:
+        return False
+    return has_equal_devices(device, num_there, number, cores.num_allowed_cores())
 
 
 def _number_of_cpu(name: str) -> int:

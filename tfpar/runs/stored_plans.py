@@ -23,18 +23,40 @@ _OTHER_TRAINING = frozenset(
 )
 
 
-def path_of(run: config.Run, device: str) -> Path:
+def path_of(run: config.Run, device: str, *, is_stated: bool = False) -> Path:
     """Return the file of a run's plan.
 
     Args:
         run: The run; its strategy, callbacks and number of epochs do not count, but the code of its trainer does.
         device: The kind of the devices, "CPU" or "GPU".
+        is_stated: Whether the plan is for a stated memory or number of devices or of measured layouts. It predicts the
+            steps of its layouts, and is no choice for all the devices that are there.
     """
     settings = {name: one for name, one in run.model_dump(mode="json").items() if name not in _OTHER_SECTIONS}
     settings["training"] = {name: one for name, one in settings["training"].items() if name not in _OTHER_TRAINING}
     versions = [importlib.metadata.version(name) for name in ("tensorflow", "keras", "tfpar")]
     key = json.dumps([settings, _code_of(run.trainer), machine_name(device), versions], sort_keys=True, default=str)
-    return FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    ending = ".stated.json" if is_stated else ".json"
+    return FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{ending}"
+
+
+def newest_first(run: config.Run, device: str) -> list[dict[str, Any]]:
+    """Return the stored plans of a run, that of the last command first.
+
+    Args:
+        run: The run.
+        device: The kind of the devices, "CPU" or "GPU".
+    """
+    paths = [path_of(run, device, is_stated=is_stated) for is_stated in (False, True)]
+    found = [(_seconds_of(path), plan) for path in paths if (plan := read(path)) is not None]
+    return [plan for _, plan in sorted(found, key=lambda one: one[0], reverse=True)]
+
+
+def _seconds_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed in this moment
+        return 0.0
 
 
 def _code_of(trainer: str) -> str:
