@@ -136,10 +136,39 @@ def test_what_is_not_considered_is_grouped_by_reason_without_microbatches() -> N
         Refusal(Layout(8), "the batch has 4 examples"),
     ]
     plan = rank([step(ONE, 1.0)], refusals, MODEL, GPUS)
-    assert plan.not_considered == (
+    assert plan.not_considered[:2] == (
         "Pipeline(8), Hybrid(2 x Pipeline(6)) (5 blocks)",
         "Mirrored(8) (the batch has 4 examples)",
     )
+
+
+def test_what_is_never_a_candidate_is_named_with_the_reason() -> None:
+    """Of five blocks that tensor parallelism divides, on four GPUs."""
+    plan = rank([step(ONE, 1.0)], [], MODEL, GPUS)
+    assert plan.not_considered == (
+        "gpipe (1f1b is as fast, with less memory)",
+        "interleaved, Pipeline(num_shards=n), Hybrid(shard) (not predicted)",
+        "micro-batches but 1, 2, 4, 8 a stage, 3 of 4 devices (too many to compare)",
+    )
+    words = str(plan).partition("Not considered: ")[2].splitlines()
+    assert len(words) == 3
+    assert max(map(len, words)) <= 80
+
+
+def test_several_hosts_name_what_is_not_considered_over_them() -> None:
+    machine = dataclasses.replace(GPUS, num_devices=2, num_hosts=3)
+    whole = dataclasses.replace(MODEL, blocks=tuple(dataclasses.replace(one, is_divided=False) for one in BLOCKS))
+    plan = rank([step(TWO, 1.0)], [], whole, machine)
+    assert plan.not_considered == (
+        "gpipe (1f1b is as fast, with less memory)",
+        "interleaved, Hybrid(shard), pipelines across hosts (not predicted)",
+        "micro-batches but 1, 2, 4, 8 a stage (too many to compare)",
+        "TensorParallel (no layer that it divides)",
+    )
+
+
+def test_one_device_leaves_nothing_out() -> None:
+    assert rank([step(ONE, 1.0)], [], MODEL, MachineCosts("GPU", 1, 1)).not_considered == ()
 
 
 def test_a_model_that_cannot_be_cut_says_why_and_the_others_are_ranked() -> None:
@@ -147,6 +176,7 @@ def test_a_model_that_cannot_be_cut_says_why_and_the_others_are_ranked() -> None
     plan = rank([step(ONE, 1.0), step(TWO, 0.5)], [], uncut, GPUS)
     assert plan.not_considered == (
         "pipelines (Its call is Python code, not a graph of layers)",
+        "3 of 4 devices (too many to compare)",
         "TensorParallel (not predicted for a model that cannot be cut)",
     )
     assert plan.rows[0].layout == TWO
@@ -174,6 +204,11 @@ def test_logical_cpus_are_not_taken_for_more_machines() -> None:
         (FOUR, GPUS, {"kind": "mirrored"}),
         (Layout(num_stages=2, num_microbatches=4), GPUS, {"kind": "pipeline", "num_stages": 2, "num_microbatches": 4}),
         (Layout(8, num_hosts=2), GPUS, {"kind": "multi_worker"}),
+        (
+            Layout(4, num_shards=2, num_hosts=2),
+            GPUS,
+            {"kind": "tensor_parallel", "num_shards": 2, "num_replicas": 2},
+        ),
     ],
 )
 def test_settings_name_the_devices_that_a_layout_needs(

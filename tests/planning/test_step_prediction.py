@@ -10,7 +10,7 @@ from tfpar.pipeline.schedule import make
 from tfpar.pipeline.schedule.links import Link
 from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.planning.costs import BlockCost, Bytes, Curve, Line, MachineCosts, ModelCosts
-from tfpar.planning.layouts import Layout, Refusal, Shard, candidates
+from tfpar.planning.layouts import Layout, Refusal, Shard, candidates, never_tried
 from tfpar.planning.stage_costs import stages_of
 from tfpar.planning.stated import Stated
 from tfpar.planning.step_prediction import predict
@@ -228,6 +228,47 @@ def test_the_candidates_cover_every_kind_on_all_and_on_fewer_devices() -> None:
     assert {layout.num_devices for layout in found} == {1, 2, 4}
     assert {layout.shard for layout in found} == {None, "optimizer", "weights"}
     assert {(one.schedule, one.recompute) for one in found} == {("1f1b", False), ("1f1b", True), ("zero_bubble", False)}
+
+
+@pytest.mark.parametrize(
+    ("number", "tried"), [(1, {1}), (3, {1, 2, 3}), (4, {1, 2, 4}), (6, {1, 2, 3, 4, 6}), (12, {1, 2, 4, 6, 8, 12})]
+)
+def test_candidates_use_all_devices_half_of_them_or_a_power_of_two(number: int, tried: set[int]) -> None:
+    found = [one for one in candidates(number, 1, 64, num_blocks=16, divides_layers=True) if isinstance(one, Layout)]
+    assert {layout.num_devices for layout in found} == tried
+
+
+def test_what_is_never_tried_is_no_candidate_and_the_rest_is() -> None:
+    found = [one for one in candidates(6, 2, 10**4, num_blocks=99, divides_layers=True) if isinstance(one, Layout)]
+    assert {one.schedule for one in found} == {"1f1b", "zero_bubble"}
+    assert {one.num_microbatches // one.num_stages for one in found if one.num_stages > 1} == {1, 2, 4, 8}
+    assert not any(one.shard for one in found if one.num_stages > 1 or one.num_shards > 1)
+    assert {one.num_devices // one.num_hosts for one in found} == {1, 2, 3, 4, 6}
+    assert "5 of 6 devices" in " ".join(never_tried(6, 2, 99, divides_layers=True))
+    assert "devices but 1, 2, 4, 8, 16" in " ".join(never_tried(16, 1, 99, divides_layers=True))
+
+
+def test_shards_are_candidates_on_several_hosts_as_replicas_of_each() -> None:
+    found = [one for one in candidates(2, 2, 64, num_blocks=3, divides_layers=True) if isinstance(one, Layout)]
+    settings = {str(one): one.settings for one in found}
+    assert settings["Hybrid(2 x TensorParallel(2), hosts=2)"] == {"kind": "tensor_parallel", "num_shards": 2}
+
+
+def test_shards_on_two_hosts_take_as_long_as_those_of_one_with_half_the_batch_and_the_network() -> None:
+    link = Link(latency_seconds=0.5, bytes_per_second=320.0)
+    hosts = dataclasses.replace(MACHINE, num_hosts=2, network=link)
+    one = predict(Layout(num_shards=2), MODEL, MACHINE, batch=4).seconds
+    two = predict(Layout(2, num_shards=2, num_hosts=2), MODEL, hosts, batch=8).seconds
+    assert two == pytest.approx(one + link.seconds(MODEL.trainable_bytes))  # sent once, and again: of two hosts half
+
+
+def test_shards_on_several_hosts_are_one_compiled_stage() -> None:
+    """A micro-batch of the stage takes twice as long as the same part of a step of one device."""
+    staged = dataclasses.replace(MODEL, staged=Curve((4, 8), (96.0, 192.0)))
+    hosts = dataclasses.replace(MACHINE, num_hosts=2, network=Link(0.0, 1e12))
+    layout = Layout(2, num_shards=2, num_hosts=2)
+    assert seconds(layout, staged, hosts) - seconds(layout, MODEL, hosts) == pytest.approx(4 * 12 / 2)
+    assert seconds(Layout(num_shards=2), staged) == seconds(Layout(num_shards=2), MODEL)
 
 
 def test_candidates_are_refused_with_the_reason() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from tfpar.planning import spread
 from tfpar.planning.close_layouts import Measure, with_measured
 from tfpar.planning.costs import MachineCosts, ModelCosts
-from tfpar.planning.layouts import Layout, Refusal, candidates
+from tfpar.planning.layouts import Layout, Refusal, candidates, numbers_tried
 from tfpar.planning.memory import device_bytes, largest_batch
 from tfpar.planning.plan import Plan
 from tfpar.planning.ranking import MOST_SPREAD, UNTESTED, best_of_each_grid, rank, split
@@ -97,8 +97,7 @@ def _predictions(
 
 def _layouts(model: ModelCosts, machine: MachineCosts) -> Iterator[Layout | Refusal]:
     divides_layers = any(block.is_divided for block in model.blocks)
-    powers = {1 << power for power in range(machine.num_hosts.bit_length()) if 1 << power < machine.num_hosts}
-    for hosts in sorted(powers | {machine.num_hosts}):
+    for hosts in numbers_tried(machine.num_hosts):
         for one in candidates(machine.num_devices, hosts, model.batch, len(model.blocks), divides_layers, model.mixing):
             if isinstance(one, Refusal) or one.schedule != "zero_bubble" or model.split_factor is not None:
                 yield one

@@ -133,6 +133,7 @@ class Refusal:
 
 
 _MICROBATCHES_PER_STAGE = (1, 2, 4, 8)
+_MOST_NAMED = 4
 _SCHEDULES: tuple[Literal["1f1b", "zero_bubble"], ...] = ("1f1b", "zero_bubble")
 
 
@@ -158,7 +159,7 @@ def candidates(
     """
     if num_hosts == 1:
         yield Layout()
-    for used in _divisors_of_use(num_devices):
+    for used in numbers_tried(num_devices):
         total = used * num_hosts
         if total == 1:
             continue
@@ -166,15 +167,63 @@ def candidates(
         for size in (size for size in range(2, used + 1) if used % size == 0):
             replicas = total // size
             yield from _pipelines(size, replicas, num_hosts, batch, num_blocks)
-            if divides_layers and num_hosts == 1:
-                layout = Layout(num_replicas=replicas, num_shards=size)
+            if divides_layers:
+                layout = Layout(num_replicas=replicas, num_shards=size, num_hosts=num_hosts)
                 yield layout if batch >= replicas else _too_small(layout, batch)
 
 
-def _divisors_of_use(num_devices: int) -> list[int]:
-    """Return the numbers of devices to consider: all, the powers of two below, and one."""
-    powers = [1 << power for power in range(num_devices.bit_length()) if 1 << power < num_devices]
-    return [*powers, num_devices]
+def numbers_tried(number: int) -> list[int]:
+    """Return the numbers of devices, or of hosts, to consider: all, half of them, and the powers of two below.
+
+    Args:
+        number: Those that there are.
+
+    Example:
+        >>> numbers_tried(8), numbers_tried(12)
+        ([1, 2, 4, 8], [1, 2, 4, 6, 8, 12])
+    """
+    powers = {1 << power for power in range(number.bit_length()) if 1 << power < number}
+    return sorted(powers | {number} | ({number // 2} if number % 2 == 0 else set()))
+
+
+def never_tried(num_devices: int, num_hosts: int, num_blocks: int, divides_layers: bool) -> Iterator[str]:
+    """Yield in words the layouts of one device's result that are no candidates, each with the reason.
+
+    Args:
+        num_devices: Devices of each host.
+        num_hosts: Number of hosts.
+        num_blocks: As for `candidates`.
+        divides_layers: As for `candidates`.
+
+    Example:
+        >>> list(never_tried(2, 1, num_blocks=2, divides_layers=True))
+        ['gpipe (1f1b is as fast, with less memory)', 'micro-batches but 1, 2, 4, 8 a stage (too many to compare)']
+        >>> list(never_tried(6, 1, num_blocks=0, divides_layers=False))
+        ['5 of 6 devices (too many to compare)']
+    """
+    most_stages = min(num_devices, num_blocks)
+    others, numbers = list[str](), list[str]()
+    if most_stages > 1:
+        yield "gpipe (1f1b is as fast, with less memory)"
+        others += ["interleaved"] if num_blocks >= 4 else []  # two stages on each of two devices
+        others += ["Pipeline(num_shards=n)"] if divides_layers and num_devices >= 4 else []
+        others += ["Hybrid(shard)"] if num_devices * num_hosts >= 4 else []
+        numbers.append(f"micro-batches but {', '.join(map(str, _MICROBATCHES_PER_STAGE))} a stage")
+    if num_blocks > 1 and num_hosts > 1:
+        others.append("pipelines across hosts")
+    if others:
+        yield f"{', '.join(others)} (not predicted)"
+    numbers += [*_untried(num_devices, "devices"), *_untried(num_hosts, "hosts")]
+    if numbers:
+        yield f"{', '.join(numbers)} (too many to compare)"
+
+
+def _untried(number: int, name: str) -> list[str]:
+    tried = numbers_tried(number)
+    others = sorted({*range(1, number + 1)} - {*tried})
+    if len(others) > _MOST_NAMED:
+        return [f"{name} but {', '.join(map(str, tried))}"]
+    return [f"{', '.join(map(str, others))} of {number} {name}"] if others else []
 
 
 def _too_small(layout: Layout, batch: int) -> Refusal:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfpar.planning.costs import MachineCosts, ModelCosts
-from tfpar.planning.layouts import Layout, Refusal
+from tfpar.planning.layouts import Layout, Refusal, never_tried
 from tfpar.planning.plan import Plan, Row
 from tfpar.planning.quantities import memory
 from tfpar.planning.rows import PredictedStep
@@ -280,9 +280,11 @@ def _not_considered(refusals: Iterable[Refusal], model: ModelCosts, machine: Mac
             names.append(name)
     yield from (f"{', '.join(names)} ({reason})" for reason, names in of_reason.items())
     if machine.num_devices * machine.num_hosts > 1:
+        divides_layers = any(block.is_divided for block in model.blocks)
         if model.uncut:
             yield f"pipelines ({model.uncut.rstrip('.')})"
-        if machine.num_hosts == 1 and not any(block.is_divided for block in model.blocks):
+        yield from never_tried(machine.num_devices, machine.num_hosts, len(model.blocks), divides_layers)
+        if not divides_layers and machine.num_devices > 1:
             reason = "no layer that it divides" if model.blocks else "not predicted for a model that cannot be cut"
             yield f"TensorParallel ({reason})"
 

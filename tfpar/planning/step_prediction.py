@@ -144,8 +144,13 @@ class _Step:
 
     @functools.cached_property
     def runs_stages(self) -> bool:
-        """Whether a replica runs compiled stages, as a pipeline and blocks with sharded weights do."""
-        return self.layout.num_stages > 1 or self.layout.shard == "weights"
+        """Whether a replica runs compiled stages: those of a pipeline, or the one of shards in a job of several hosts.
+
+        Blocks with sharded weights are compiled like stages.
+        """
+        layout = self.layout
+        is_stage_of_shards = layout.num_shards > 1 and layout.num_hosts > 1
+        return layout.num_stages > 1 or layout.shard == "weights" or is_stage_of_shards
 
     @property
     def divides_model(self) -> bool:
