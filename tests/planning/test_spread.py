@@ -155,7 +155,7 @@ def test_sums_have_the_spread_of_their_calls(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(link_measurement, "_seconds", seconds)
     _, spread = link_measurement.measure_reduction(["CPU:0", "CPU:1"])
-    assert spread == pytest.approx(0.5)
+    assert spread == pytest.approx(1.0)
 
 
 def test_the_spread_of_sums_counts_by_their_part_of_a_step() -> None:

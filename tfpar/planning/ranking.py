@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,8 +13,8 @@ from tfpar.planning.plan import Plan, Row
 from tfpar.planning.quantities import memory
 from tfpar.planning.rows import PredictedStep
 
-# A larger spread of repeated measurements could exchange any two rows.
-MOST_SPREAD = 0.25
+# A larger spread of the measurements could exchange most rows.
+MOST_SPREAD = 0.5
 UNTESTED = "no run of this machine has tested the prediction yet"
 _KINDS = ("single_device", "mirrored", "multi_worker", "tensor_parallel", "pipeline", "hybrid")
 _SHARDS = (None, "optimizer", "weights")
@@ -158,11 +160,23 @@ def _ranks(steps: Sequence[PredictedStep], spread: float) -> list[tuple[int | No
     ranked: list[tuple[int | None, PredictedStep]] = []
     rest = sorted(steps, key=lambda step: (step.known_seconds, _simplicity(step)))
     while rest:
-        equal = [step for step in rest if step.known_seconds <= rest[0].known_seconds * (1 + spread)]
+        is_equal = functools.partial(_are_equal, rest[0], spread)
+        equal = list(itertools.takewhile(is_equal, rest))
         rest = rest[len(equal) :]
         number = len(ranked) + 1
         ranked += [(number, step) for step in sorted(equal, key=_simplicity)]
     return ranked
+
+
+def _are_equal(fastest: PredictedStep, spread: float, step: PredictedStep) -> bool:
+    """Return whether a step is no longer than another one beyond the spread.
+
+    Two measured steps follow each other, so that their own spread counts, and not the drift since the measurement of
+    the model, by which predictions differ from them.
+    """
+    if None not in (fastest.measured_seconds, step.measured_seconds):
+        spread = max(fastest.spread, step.spread)
+    return step.known_seconds <= fastest.known_seconds * (1 + spread)
 
 
 def _simplicity(step: PredictedStep) -> tuple[Any, ...]:
@@ -231,8 +245,9 @@ def _notes(
         ).replace("%", " %")
     elif len(set(ranks)) < len(ranks):
         yield (
-            f"Rows of the same rank are equal: they differ by less than the spread of the measurements, "
-            f"{100 * model.spread:.1f} %. The simplest is first."
+            "Rows of the same rank are equal: they differ by less than the spread of the measurements, "
+            f"{100 * model.spread:.1f} %, and two measured rows by less than that of their own steps. The simplest is "
+            "first."
         )
     if all(row.fits is False for row in rows):
         limit = "memory" if machine.memory_bytes is None else memory(machine.memory_bytes)

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 
 
 def of_repeats(seconds: Sequence[float]) -> float:
-    """Return how far repeats are from their median: half of the distance of the quartiles, relative to it.
+    """Return how far repeats differ: half of the distance of the quartiles, relative to the lower one.
 
-    It is not divided by the square root of their number: other programs disturb repeats that follow each other alike,
-    so that more of them do not make the median more certain.
+    The lower quartile is what counts as their time, since other programs only make them longer. The difference is not
+    divided by the square root of their number: other programs disturb repeats that follow each other alike, so that
+    more of them do not make their time more certain.
 
     Args:
         seconds: Measurements, at least two.
 
     Example:
         >>> round(of_repeats([1.0, 1.1, 1.2, 1.3]), 3), of_repeats([1, 1, 1, 1, 3, 3, 3, 3])
-        (0.065, 0.5)
+        (0.07, 1.0)
     """
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / 2 / middle if middle else 0.0
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / 2 / low if low else 0.0
 
 
 def between(first: float, last: float) -> float:
