@@ -2,6 +2,8 @@
 
     python -m benchmarks plan_seconds
 
+The goal is a minute, or three times the first step where that is longer.
+
 The first step is that of one device, from the model function on: it builds the model, traces the step and runs it. Both
 are measured in one process, the first step before the plan.
 """
@@ -19,7 +21,8 @@ from benchmarks import process
 from benchmarks.harness import Experiment, Finding, Output
 from benchmarks.process import ROOT, WorkerError
 
-MOST_FIRST_STEPS, MOST_DEFAULT_SECONDS = 3.0, 60.0
+# A plan may take a minute; of a model whose first step takes long, three times that.
+MOST_SECONDS, MOST_FIRST_STEPS = 60.0, 3.0
 _TIMEOUT_SECONDS = 600.0
 _LARGE, _DEFAULT = "transformer", "default run"
 
@@ -83,6 +86,10 @@ def _seconds_of_command(setting: PlannedConfiguration) -> float:
     return seconds
 
 
+def _most_seconds(first_step_seconds: float) -> float:
+    return max(MOST_SECONDS, MOST_FIRST_STEPS * first_step_seconds)
+
+
 PLAN_SECONDS = Experiment(
     name="plan_seconds",
     summary="The seconds of a plan: of the transformer of `plan` relative to its first step, and of the default run",
@@ -91,14 +98,14 @@ PLAN_SECONDS = Experiment(
     measure=measure,
     findings=(
         Finding(
-            f"planning / first step, {_LARGE}",
-            lambda outputs: outputs[_LARGE]["planning_seconds"] / outputs[_LARGE]["first_step_seconds"],
-            at_most=MOST_FIRST_STEPS,
+            f"planning / what it may take, {_LARGE}",
+            lambda outputs: outputs[_LARGE]["planning_seconds"] / _most_seconds(outputs[_LARGE]["first_step_seconds"]),
+            at_most=1.0,
         ),
         Finding(
             f"seconds of planning, {_DEFAULT}",
             lambda outputs: outputs[_DEFAULT]["planning_seconds"],
-            at_most=MOST_DEFAULT_SECONDS,
+            at_most=MOST_SECONDS,
         ),
     ),
 )
