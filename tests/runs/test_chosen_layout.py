@@ -132,7 +132,7 @@ def test_one_device_is_never_measured(call: command.InProcess, never_measured: N
 
 @pytest.mark.usefixtures("never_measured")
 def test_a_noisy_measurement_falls_back_to_mirrored(call: command.InProcess) -> None:
-    store(plan_text(Layout(), Layout(2), spread=0.5))
+    store(plan_text(Layout(), Layout(2), spread=0.6))
     trained = train(call, "run", AUTO)
     assert trained.code == 0, trained.err
     assert "Mirrored over 2 replicas on CPU:0, CPU:1, as the measurement of the planner was too noisy" in " ".join(
