@@ -189,7 +189,7 @@ def test_numbers_are_predicted_where_nothing_names_classes(source: str, tmp_path
 
 def test_validation_of_another_shape_is_refused(tmp_path: Path) -> None:
     own = settings("python", tmp_path, function="test_stored.two_shapes")
-    with pytest.raises(ValueError, match=r"shape of training inputs, but those of the validation data .* \(3,\) .* \(2,\)"):
+    with pytest.raises(ValueError, match=r"but those of the validation dataset .* \(3,\) .* \(2,\)"):
         load(own, global_batch_size=8, seed=0)
 
 
