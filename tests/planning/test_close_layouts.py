@@ -176,3 +176,18 @@ def test_layouts_that_do_not_fit_are_not_measured() -> None:
     device = Device(dict.fromkeys([MIRRORED, SHARDED, "SingleDevice"], 0.4))
     planned(device, dataclasses.replace(MACHINE, memory_bytes=10**6), model=model)
     assert device.asked == []
+
+
+def test_a_layout_that_is_measured_again_has_the_spread_of_its_shorter_time() -> None:
+    class Disturbed(Device):
+        def measure(self, step: PredictedStep) -> PredictedStep | Refusal | None:
+            found = super().measure(step)
+            if self.asked.count(str(step.layout)) == 1:
+                return found
+            return dataclasses.replace(step, measured_seconds=0.39, spread=0.01)
+
+    rows = sorted(planned(Device({}), most=0).rows, key=lambda row: row.step_seconds)
+    first, other, _ = (str(row.layout) for row in rows)
+    plan = planned(Disturbed({first: 0.8, other: 0.5, "SingleDevice": 0.81}, spread=0.7))
+    assert plan.take is not None
+    assert {str(row.layout): row.measured_seconds for row in plan.rows}[first] == 0.39

@@ -18,6 +18,7 @@ from tfpar.reports import events, page, recorded_run, report_files
 from tfpar.reports.recorded_run import RecordedRun
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 PLAN = {
     "rows": [
         {
@@ -173,7 +174,7 @@ def test_chromium_shows_the_page_with_all_pictures(folder: Path, tmp_path: Path)
     browser = next(filter(None, map(shutil.which, BROWSERS)))
     # Chromium writes the document as it has understood it: a script that ran would have changed it.
     shown = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom",
+        [browser, *FLAGS, f"--user-data-dir={tmp_path}", "--dump-dom",
          (folder / "report.html").as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
@@ -184,7 +185,7 @@ def test_chromium_shows_the_page_with_all_pictures(folder: Path, tmp_path: Path)
     assert "What would make it faster" in read.words
     screenshot = tmp_path / "page.png"
     subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--hide-scrollbars",
+        [browser, *FLAGS, f"--user-data-dir={tmp_path}", "--hide-scrollbars",
          "--window-size=1000,3000", f"--screenshot={screenshot}", (folder / "report.html").as_uri()],
         capture_output=True, timeout=120, check=True,
     )  # fmt: skip

@@ -52,7 +52,8 @@ def reported(
                 f"{method.__name__} runs steps from Python, and was called inside of a tf.function or a graph. Call it "
                 "outside; TensorFlow must not be in graph mode, as after tf.compat.v1.disable_eager_execution()."
             )
-        if len(self.strategy.device_names) > 1 and tf_tapes.is_recording():
+        is_recordable = method.__name__ == "predict" and not self.strategy.cuts_model
+        if len(self.strategy.device_names) > 1 and not is_recordable and tf_tapes.is_recording():
             raise RuntimeError(
                 f"{method.__name__} was called inside of a tf.GradientTape, which cannot record steps on several "
                 "devices. Call it outside, or in `with tape.stop_recording():`."

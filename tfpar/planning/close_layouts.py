@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from tfpar.planning.costs import MachineCosts
@@ -65,8 +64,7 @@ def with_measured(
     if (first := _surprising(found)) is not None:
         again = measure(first)
         if isinstance(again, PredictedStep) and again.measured_seconds is not None:
-            shorter = min(first.known_seconds, again.measured_seconds)
-            found[found.index(first)] = dataclasses.replace(first, measured_seconds=shorter)
+            found[found.index(first)] = min(first, again, key=lambda step: step.known_seconds)
     return found, refusals
 
 

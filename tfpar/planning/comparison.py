@@ -50,19 +50,23 @@ def compare(
     if measure is not None and model.spread <= MOST_SPREAD:  # else none is taken
         rows, untrainable = with_measured(rows, machine, measure, most_measured)
         refusals += untrainable
-        model = dataclasses.replace(model, spread=max(model.spread, _spread_of_measured(rows)))
+        model = dataclasses.replace(model, spread=max(model.spread, _spread_of_measured(rows, model)))
     more, _ = _predictions(model, dataclasses.replace(machine, num_devices=machine.num_devices + 1), steps)
     return rank(rows, refusals, model, machine, more, history, devices or ())
 
 
-def _spread_of_measured(steps: Sequence[PredictedStep]) -> float:
-    """Return the spread of the layouts that were measured, with the drift since the measurement of the model.
+def _spread_of_measured(steps: Sequence[PredictedStep], model: ModelCosts) -> float:
+    """Return the spread of the fastest layout that was measured, with the drift since the measurement of the model.
 
-    The prediction for one device is a measurement: where its step is measured once more, both should be equal.
+    If the global batch was measured on one device, the prediction for it is a measurement: where the step is measured
+    once more, both should be equal.
     """
     measured = [step for step in steps if step.measured_seconds is not None]
-    drifts = [spread.between(step.seconds, step.known_seconds) for step in measured if step.layout.num_devices == 1]
-    return max([*drifts, *(step.spread for step in measured)], default=0.0)
+    if not measured:
+        return 0.0
+    again = [step for step in measured if step.layout.num_devices == 1 and model.batch in model.compute.sizes]
+    drifts = [spread.between(step.seconds, step.known_seconds) for step in again]
+    return max(*drifts, min(measured, key=lambda step: step.known_seconds).spread, 0.0)
 
 
 def may_split(model: ModelCosts, machine: MachineCosts) -> bool:

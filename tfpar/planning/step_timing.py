@@ -135,10 +135,10 @@ def measure_drift(loop: TimedLoop, steps: Curve) -> float:
     drift = math.inf
     try:
         loop.resize(steps.sizes[-1])
-        for _ in range(_MOST_TRIES_OF_DRIFT):
+        for number in range(_MOST_TRIES_OF_DRIFT):
             again = [_timed(loop.run, 1)] if first > SECONDS_OF_REPEAT else repeated_seconds(loop.run)
             drift = min(drift, spread.between(first, spread.low(again)))
-            if drift <= _SMALL_SPREAD or first > _LONG_SECONDS:
+            if drift <= _SMALL_SPREAD or (number and first > _LONG_SECONDS):
                 break
     except tf.errors.ResourceExhaustedError:
         return 0.0

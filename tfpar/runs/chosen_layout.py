@@ -76,15 +76,20 @@ def _copy_plan(run: config.Run, directory: RunDirectory) -> None:
     plans = stored_plans.newest_first(run, kind)
     if plans:
         most = max(plans, key=lambda plan: len(plan["rows"]))  # a layout chosen by hand has settings of its own
-        own = next((plan for plan in plans if _has_layout_of(run, plan)), most)
+        number = len(cluster.configured_devices(None))
+        own = next((plan for plan in plans if _has_layout_of(run, plan, number)), most)
         atomic_file.write(path, stored_plans.to_text(own))
 
 
-def _has_layout_of(run: config.Run, plan: dict[str, Any]) -> bool:
-    """Return whether a row of a plan is the layout of a run, with the same settings."""
+def _has_layout_of(run: config.Run, plan: dict[str, Any], number: int) -> bool:
+    """Return whether a row of a plan is the layout and the settings of a run, where `number` devices are there."""
+    is_of_all = plan["measured"]["device"] == "CPU" or plan["measured"]["num_devices"] == number
     for row in plan["rows"]:
+        settings = row["settings"]
+        if not is_of_all and settings["kind"] == "mirrored" and "devices" not in settings:
+            continue  # replicas on all devices, of which there were others
         with contextlib.suppress(ValueError, KeyError):
-            if config.with_layout(run.strategy, row["settings"]) == run.strategy:
+            if config.with_layout(run.strategy, settings) == run.strategy:
                 return True
     return False
 

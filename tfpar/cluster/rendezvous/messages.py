@@ -25,7 +25,7 @@ LONGEST_GREETING_BYTES = 256  # of the first line of each side
 LONGEST_ANSWER_BYTES = 1 << 20
 REFUSED = b"refused\n"
 _CHALLENGE = r"[0-9a-f]{32}"
-_STRATEGY = r"[A-Za-z_(=') ]{0,80}"
+_STRATEGY = r"[A-Za-z_(=') ]{0,80}"  # empty where the caller names none
 
 
 class Challenges(NamedTuple):
@@ -140,7 +140,7 @@ def read_answer(line: bytes, challenges: Challenges, job: Job, secret: bytes) ->
 
 def _is_difference(found: object, job: Job) -> bool:
     match found:
-        case [int(rank), str(strategy), str(chiefs)]:
+        case [int(rank), str(strategy), str(chiefs)] if not isinstance(rank, bool):
             names = (re.fullmatch(_STRATEGY, one) for one in (strategy, chiefs))
             return 0 < rank < job.num_workers and all(names)
     return False

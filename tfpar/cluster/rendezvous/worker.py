@@ -82,7 +82,8 @@ def _ask(
 def _refusal(job: Job) -> str:
     return (
         f"{job_secret.VARIABLE} must be the same for all workers, and the chief at {job.addresses[0]} refused "
-        f"worker {job.rank}. Set one value for all workers, and check that no other job uses this address."
+        f"worker {job.rank}. Set one value and install one version of tfpar for all workers, and check that no "
+        "other job uses this address."
     )
 
 

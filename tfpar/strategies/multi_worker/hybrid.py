@@ -151,6 +151,7 @@ class Hybrid(Worker, Staged):
         own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
         self._connect(own[0], facts)
         chosen = all_reduce_choice.agreed(all_reduce, names, self._hosts, self.num_workers)
+        self.require_equal({"all_reduce": chosen})
         full_names = [device.to_string() for device in own]
         return StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
 

@@ -92,7 +92,6 @@ def check_eager(model: keras.Model, num_local_replicas: int) -> None:
 
 
 def checked(
-    all_reduce: str,
     pack_bytes: int,
     compression: str | None,
     sync: str,

@@ -126,7 +126,7 @@ class MultiWorker(Worker, DataParallel):
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
         pack_bytes = PACK_BYTES if pack_bytes is None else pack_bytes
         options = preflight.checked(
-            all_reduce, pack_bytes, compression, sync, every, average_optimizer, batch_dependent_layers, shard
+            pack_bytes, compression, sync, every, average_optimizer, batch_dependent_layers, shard
         )
         name = preflight.named("MultiWorker", shard)
         strategy = preflight.form_cluster(self._take_place(), devices, form_seconds, silence_seconds, name)
@@ -163,6 +163,7 @@ class MultiWorker(Worker, DataParallel):
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = all_reduce_choice.agreed(self._all_reduce, self.device_names, self._hosts, self.num_workers)
+        self.require_equal({"all_reduce": chosen})
         devices, num_replicas = strategy.extended.worker_devices, self.num_replicas
         order = order_of_members(devices, num_replicas, self.rank * len(devices))
         self._replicas = Group(devices, num_replicas, chosen, pack_bytes, self._hosts, order)
