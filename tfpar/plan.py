@@ -75,7 +75,7 @@ _LOGICAL_CPUS = flags.DEFINE(
 )  # fmt: skip
 _MEASURED = flags.DEFINE(
     Integer(), "measured_layouts", None, "Layouts to train for a moment, where predictions are too close to choose "
-    "from; 0 predicts alone; by default up to 3 in the first 40 seconds.",
+    "from; 0 predicts alone; by default up to 3 in the first 45 seconds.",
     flag_values=_VALUES,
 )  # fmt: skip
 MOST_LOGICAL_CPUS, USUAL_LOGICAL_CPUS = 64, 2

@@ -66,7 +66,7 @@ def _spread_of_measured(steps: Sequence[PredictedStep], model: ModelCosts) -> fl
         return 0.0
     again = [step for step in measured if step.layout.num_devices == 1 and model.batch in model.compute.sizes]
     drifts = [spread.between(step.seconds, step.known_seconds) for step in again]
-    return max(*drifts, min(measured, key=lambda step: step.known_seconds).spread, 0.0)
+    return max([*drifts, min(measured, key=lambda step: step.known_seconds).spread])
 
 
 def may_split(model: ModelCosts, machine: MachineCosts) -> bool:

@@ -31,7 +31,7 @@ from tfpar.trainer import Trainer
 RUNS = Path("runs")  # the folder in which the train command writes runs
 USUALLY_MEASURED = 3
 _MOST_PARTS = 3  # inputs, targets, sample_weight
-_SECONDS_TO_MEASURE = 40.0  # of planning, after which no further layout is measured unless a number is given
+_SECONDS_TO_MEASURE = 45.0  # of planning, after which no further layout is measured unless a number is given
 
 
 def plan(
