@@ -317,3 +317,12 @@ def test_a_stored_plan_is_that_of_a_step_and_of_a_trainers_code(
     first = path("trainer=other.Trainer")
     (tmp_path / "other.py").write_text("second = 2")
     assert path("trainer=other.Trainer") != first
+
+
+@pytest.mark.parametrize(("num_planned", "is_found"), [(2, False), (4, True)])
+def test_replicas_on_all_gpus_are_not_those_of_a_plan_for_some_of_them(num_planned: int, is_found: bool) -> None:
+    machine = MachineCosts("GPU", num_planned, num_planned)
+    model = ModelCosts("mlp", 9, 36, 36, 36, (36,), 16, Curve((16,), (0.1,)), 0.01)
+    plan = json.loads(rank([PredictedStep(Layout(num_planned), 0.1, {})], [], model, machine).to_json())
+    run = config.load(None, [*SMALL, "strategy.kind=mirrored"])
+    assert chosen_layout._has_layout_of(run, plan, 4) == is_found

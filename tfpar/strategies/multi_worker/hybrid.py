@@ -23,7 +23,7 @@ from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.distributed import Distributed
-from tfpar.strategies.multi_worker import all_reduce_choice, preflight, timelines
+from tfpar.strategies.multi_worker import preflight, timelines
 from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_shards import StageShards
 from tfpar.strategies.multi_worker.stage_sums import StageSums
@@ -150,8 +150,7 @@ class Hybrid(Worker, Staged):
         """Set up the communication between the workers, and refuse those that differ in a fact of the grid."""
         own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
         self._connect(own[0], facts)
-        chosen = all_reduce_choice.agreed(all_reduce, names, self._hosts, self.num_workers)
-        self.require_equal({"all_reduce": chosen})
+        chosen = self._agreed_all_reduce(all_reduce, names)
         full_names = [device.to_string() for device in own]
         return StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
 

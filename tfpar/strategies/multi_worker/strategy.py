@@ -26,7 +26,7 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.fully_sharded import check_without_effect, over_workers
-from tfpar.strategies.multi_worker import all_reduce_choice, preflight, sufficient_factors
+from tfpar.strategies.multi_worker import preflight, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group, order_of_members
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
@@ -162,8 +162,7 @@ class MultiWorker(Worker, DataParallel):
         self._connect(self.devices[0], {"number of devices": str(len(self.devices)), **options})
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
-        chosen = all_reduce_choice.agreed(self._all_reduce, self.device_names, self._hosts, self.num_workers)
-        self.require_equal({"all_reduce": chosen})
+        chosen = self._agreed_all_reduce(self._all_reduce, self.device_names)
         devices, num_replicas = strategy.extended.worker_devices, self.num_replicas
         order = order_of_members(devices, num_replicas, self.rank * len(devices))
         self._replicas = Group(devices, num_replicas, chosen, pack_bytes, self._hosts, order)

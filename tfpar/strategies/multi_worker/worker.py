@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
@@ -16,8 +17,8 @@ from tfpar.cluster import tf_config
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.job_roles import refuse_evaluator, warn_of_other_launcher
-from tfpar.strategies.multi_worker import preflight
-from tfpar.strategies.multi_worker.collectives import Group, order_of_members
+from tfpar.strategies.multi_worker import all_reduce_choice, preflight
+from tfpar.strategies.multi_worker.collectives import AllReduce, Group, order_of_members
 from tfpar.strategies.multi_worker.consensus import Consensus
 from tfpar.strategies.multi_worker.failures import Failures
 
@@ -63,6 +64,17 @@ class Worker(Strategy):
             seed = int(self.broadcast(str(secrets.randbits(31)).encode()))
             if random_state.global_seed() is None:
                 tf.random.set_seed(seed)
+
+    def _agreed_all_reduce(self, all_reduce: AllReduce, devices: Sequence[str]) -> Literal["ring", "nccl"]:
+        """Choose the all-reduce with all workers, and refuse those that choose another one than the chief.
+
+        Args:
+            all_reduce: The argument of the strategy.
+            devices: The devices of the replicas of this worker.
+        """
+        chosen = all_reduce_choice.agreed(all_reduce, devices, self._hosts, self.num_workers)
+        self.require_equal({"all_reduce": chosen})
+        return chosen
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
         """Return whether every worker has the upcoming element, in whose step each would wait for the others."""
