@@ -39,7 +39,7 @@ _AUDIT = flags.DEFINE(
     Integer(), "audit", None, "Count the examples that each of so many workers would read in an epoch, and exit."
 )
 _TRACE = flags.DEFINE_bool(
-    "trace", False, "Pipelines: measure when each action runs, and draw it below the prediction."
+    "trace", False, "Measure the phases of a step, or each action of a pipeline, and draw them below the plan."
 )
 
 MAX_AUDITED = 4096  # workers
@@ -101,11 +101,8 @@ def main(argv: list[str]) -> int:
             raise ValueError(_surplus(argv[1]))
         file = None if _CONFIG.value is None else bundled_configurations.find(_CONFIG.value)
         run = config.load(file, _SET.value)
-        if _TRACE.value and not isinstance(run.strategy, config.Pipeline):
-            raise ValueError(
-                f'--trace draws the actions of a pipeline, received strategy.kind = "{run.strategy.kind}": leave it '
-                'out, or set strategy.kind = "pipeline" or "hybrid".'
-            )
+        if _TRACE.value:
+            _check_timed(run.strategy)
         if _PRINT_CONFIG.value:
             print(config.dump(run), end="")
             return 0
@@ -166,6 +163,15 @@ def _run_folder(file: Path | None) -> Path:
                 f"{os.strerror(error.errno)}."
             ) from None
     return folder
+
+
+def _check_timed(strategy: config.Strategy) -> None:
+    """Refuse --trace where a step has no phases that it times."""
+    for setting, value in (("shard", "weights"), ("sync", "average")):
+        if getattr(strategy, setting, None) == value and not isinstance(strategy, config.Pipeline):
+            raise ValueError(
+                f'--trace times no steps with strategy.{setting} = "{value}": leave it out, or change the setting.'
+            )
 
 
 def _surplus(word: str) -> str:

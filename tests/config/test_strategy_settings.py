@@ -39,8 +39,8 @@ def test_a_kind_of_a_grid_has_the_settings_that_are_arguments_of_the_grid_and_of
     of_grid = {name: grid[name].default for name in grid if name not in ("self", "pipeline")}
     for settings, strategy, without in (
         (config.Hybrid, tfpar.Pipeline, set()),
-        # A job takes its all-reduce and time limits from the environment of its workers.
-        (config.TensorParallel, tfpar.TensorParallel, {"all_reduce", "form_seconds", "silence_seconds"}),
+        # The all-reduce of a job is that which all workers can run.
+        (config.TensorParallel, tfpar.TensorParallel, {"all_reduce"}),
     ):
         inner = {name: argument.default for name, argument in inspect.signature(strategy).parameters.items()}
         arguments = {name: default for name, default in (inner | of_grid).items() if name not in without}

@@ -110,6 +110,47 @@ def test_the_timeline_of_a_grid_has_the_stages_of_all_replicas(
     assert ("as run" in shown) == bool(trace)
 
 
+OF_REPLICAS = settings("strategy.kind=mirrored", 'strategy.devices=["CPU:0", "CPU:1"]', "training.epochs=1")
+
+
+def test_a_traced_run_on_replicas_has_their_phases_as_planned_and_as_run(
+    call: command.InProcess, tmp_path: Path
+) -> None:
+    planned = call(*SMALL, *OF_REPLICAS, "--directory", "run", "--trace")
+    assert planned.code == 0, planned
+    (line,) = re.findall(r"^phases .*$", planned.out, re.MULTILINE)
+    assert re.search(r"forward .*s, backward .*s, all-reduce .*s, update \S+ \S?s$", line), line
+    phases = recorded_run.read(tmp_path / "run").phases
+    assert phases is not None
+    assert phases.names == ("forward", "backward", "all-reduce", "update")
+    assert len(phases.moments) == 2
+    assert all(seconds >= 0 for seconds in phases.seconds.values())
+    assert (tmp_path / "run" / "report" / "timeline.png").read_bytes()[1:4] == b"PNG"
+    shown = words(tmp_path / "run")
+    assert "Phases of a step, means of the replicas" in shown
+    row = {"layout": "Mirrored(2)", "step_seconds": 0.5, "forward_seconds": 0.1, "waits": {"all-reduce": 0.15}}
+    (tmp_path / "run" / "plan.json").write_text(json.dumps({"rows": [row]}))
+    assert call_report(str(tmp_path / "run")) == 0
+    assert "forward100 ms" in words(tmp_path / "run")
+    assert "all-reduce150 ms" in words(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        (["strategy.kind=mirrored", "strategy.shard=weights"], '--trace times no steps with strategy.shard = "weights"'),
+        (["strategy.kind=multi_worker", "strategy.sync=average"], 'no steps with strategy.sync = "average"'),
+        (["strategy.kind=single_device", "training.jit_compile=true"], "--trace times no step that XLA compiles"),
+    ],
+    ids=["blocks", "averages", "XLA"],
+)
+def test_steps_without_phases_refuse_the_trace(wanted: list[str], sentence: str, call: command.InProcess) -> None:
+    refused = call(*SMALL, *settings(*wanted), "--directory", "run", "--trace")
+    assert refused.code == 1, refused
+    assert sentence in " ".join(refused.err.split()), refused
+    assert "Traceback" not in refused.err
+
+
 def test_an_interrupted_run_is_reported_and_so_is_its_resumption(call: command.InProcess, tmp_path: Path) -> None:
     long = call(*SMALL, *settings("training.epochs=2"), "--directory", "run")
     assert long.code == 0, long

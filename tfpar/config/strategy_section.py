@@ -232,6 +232,8 @@ class TensorParallel(Section):
     shard: _Shard = None
     devices: _Devices = None
     num_logical_cpus: _NumLogicalCPUs = 1
+    form_seconds: _FormSeconds = 300.0
+    silence_seconds: _SilenceSeconds = 30.0
 
 
 def _of_kind(table: Any) -> Any:

@@ -29,6 +29,7 @@ class Row:
         largest_batch: The largest global batch that fits; None without a limit.
         lacks: What one that does not fit lacks, in words; "" for one that fits.
         measured_seconds: Its step in a measurement; None where it is predicted only.
+        forward_seconds: The predicted seconds of its forward pass; None for a pipeline.
     """
 
     rank: int | None
@@ -43,6 +44,7 @@ class Row:
     largest_batch: int | None = None
     lacks: str = ""
     measured_seconds: float | None = None
+    forward_seconds: float | None = None
 
     @property
     def known_seconds(self) -> float:

@@ -221,6 +221,7 @@ def _row(
         settings=settings_of(step.layout, machine, devices),
         largest_batch=step.largest_batch,
         lacks=_lacks(step, machine) if fits is False else "",
+        forward_seconds=step.forward_seconds,
     )
 
 

@@ -21,6 +21,7 @@ class PredictedStep:
         measured_seconds: Its duration in a measurement; None where it is predicted only.
         spread: Relative spread of the repeats of that measurement.
         ran_out_of_memory: Whether it did not fit in the memory of the devices when it was measured.
+        forward_seconds: Seconds of its forward pass; None for a pipeline.
     """
 
     layout: Layout
@@ -31,6 +32,7 @@ class PredictedStep:
     measured_seconds: float | None = None
     spread: float = 0.0
     ran_out_of_memory: bool = False
+    forward_seconds: float | None = None
 
     @property
     def known_seconds(self) -> float:

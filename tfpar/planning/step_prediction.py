@@ -66,7 +66,12 @@ class _Step:
         seconds += reading_seconds
         data_seconds = max(0.0, self.model.data_seconds - seconds)
         waits |= {"network": self._network_seconds, "reading data": reading_seconds, "data": data_seconds}
-        return PredictedStep(self.layout, seconds + data_seconds, {name: one for name, one in waits.items() if one > 0})
+        return PredictedStep(
+            self.layout,
+            seconds + data_seconds,
+            {name: one for name, one in waits.items() if one > 0},
+            forward_seconds=planned.spans[0].end_seconds / speed if self.layout.num_stages == 1 else None,
+        )
 
     def _reading_seconds(self, step_seconds: float, bubble_seconds: float) -> float:
         """Return what reading the next batch adds to a step, where it takes cores from logical CPUs."""

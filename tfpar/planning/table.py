@@ -259,6 +259,7 @@ def _as_table(row: Row) -> dict[str, Any]:
         "lacks": row.lacks,
         "largest_batch": row.largest_batch,
         "waits": dict(row.waits),
+        "forward_seconds": row.forward_seconds,
         "settings": dict(row.settings),
     }
 

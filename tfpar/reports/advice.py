@@ -13,7 +13,8 @@ from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.schedule import Schedule, make
 from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.planning.quantities import duration
-from tfpar.reports.recorded_run import RecordedRun, is_number
+from tfpar.reports.number_check import is_number
+from tfpar.reports.recorded_run import RecordedRun
 from tfpar.reports.timelines import PipelineRecord
 
 LEAST_GAIN = 0.03  # of the time: less is within the noise of a measurement

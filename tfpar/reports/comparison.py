@@ -10,7 +10,8 @@ from tfpar.messages.number_format import figure
 from tfpar.planning.quantities import duration, memory
 from tfpar.reports import markup, page, pictures
 from tfpar.reports.markup import Markup, element
-from tfpar.reports.recorded_run import RecordedRun, is_number
+from tfpar.reports.number_check import is_number
+from tfpar.reports.recorded_run import RecordedRun
 
 COLUMNS = 80
 MOST_SETTINGS = 200

@@ -12,8 +12,9 @@ from tfpar.planning.quantities import duration, memory
 from tfpar.reports import events, markup, pictures
 from tfpar.reports.advice import Advice, advise
 from tfpar.reports.markup import Markup, element
-from tfpar.reports.plan_sections import plan_section, timeline_section
-from tfpar.reports.recorded_run import RecordedRun, is_number
+from tfpar.reports.number_check import is_number
+from tfpar.reports.plan_sections import plan_section, planned_phases, timeline_section
+from tfpar.reports.recorded_run import RecordedRun
 
 MOST_EPOCHS, MOST_LAYERS, MOST_EVENTS = 200, 500, 200
 STATUSES = {
@@ -53,10 +54,11 @@ def report(run: RecordedRun) -> tuple[str, dict[str, bytes]]:
         >>> page.startswith("<!DOCTYPE html>"), images
         (True, {})
     """
+    phases = planned_phases(run)
     drawn = {
         "metrics": pictures.metrics(run),
         "speed": pictures.speed(run),
-        "timeline": pictures.timeline(run),
+        "timeline": pictures.timeline(run, phases),
     }
     images = {name: png for name, png in drawn.items() if png is not None}
     plan, plan_images = plan_section(run)
@@ -66,7 +68,7 @@ def report(run: RecordedRun) -> tuple[str, dict[str, bytes]]:
         markup.section("faster", "What would make it faster", *_advice(advise(run))),
         markup.section("metrics", "Loss and metrics", *_metrics(run, images.get("metrics"))),
         markup.section("speed", "Speed and waiting for data", *_speed(run, images.get("speed"))),
-        markup.section("plan", "Plan and measurement", *plan, *timeline_section(run, images.get("timeline"))),
+        markup.section("plan", "Plan and measurement", *plan, *timeline_section(run, phases, images.get("timeline"))),
         markup.section("memory", "Memory", *memory_part),
         markup.section("events", "Resumptions and failures", *_events(run)),
         markup.section("parity", "Parity", *_parity(run)),

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfpar.pipeline.analysis import timeline_plot
-from tfpar.reports.recorded_run import RecordedRun, is_number
+from tfpar.reports import phases_plot
+from tfpar.reports.number_check import is_number
+from tfpar.reports.recorded_run import RecordedRun
+from tfpar.reports.step_phases import StepPhases
 from tfpar.reports.timelines import MOST_SPANS
 
 if TYPE_CHECKING:
@@ -113,16 +116,19 @@ def compared(runs: Mapping[str, RecordedRun]) -> bytes | None:
     return _curves(shown, "epoch") if shown else None
 
 
-def timeline(run: RecordedRun) -> bytes | None:
-    """Return the timeline of a step of a pipeline as planned, and below as run: all stages of all replicas.
+def timeline(run: RecordedRun, planned: StepPhases | None) -> bytes | None:
+    """Return the timeline of a step as planned, and below as run: all stages of all replicas.
 
     Args:
         run: A recorded run.
+        planned: Without a pipeline, the phases as planned; None for the measured ones alone.
 
     Returns:
-        A PNG image; None for a run without a schedule, or with too many actions to see one.
+        A PNG image; None for a run without a recorded step, or with too many actions to see one.
     """
     record = run.pipeline
+    if record is None and run.phases is not None:
+        return _png(phases_plot.figure(planned, run.phases))
     if record is None or len(record.planned.spans) > MOST_SPANS:
         return None
     return _png(timeline_plot.figure(record.planned, record.measured, record.schedule))

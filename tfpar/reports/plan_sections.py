@@ -1,4 +1,4 @@
-"""The plan next to the measurement: predicted layouts, predicted and measured step, timeline of a pipeline."""
+"""The plan next to the measurement: predicted layouts, predicted and measured step, timeline."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 from tfpar.messages.number_format import figure
 from tfpar.pipeline.analysis.stage_table import describe_step
 from tfpar.planning.quantities import duration, memory, waits_in_words
-from tfpar.reports import markup, pictures
+from tfpar.reports import markup, phases_plot, pictures, step_phases
 from tfpar.reports.advice import known_seconds, own_row, plan_rows
 from tfpar.reports.markup import Markup, element
-from tfpar.reports.recorded_run import RecordedRun, is_number
+from tfpar.reports.number_check import is_number
+from tfpar.reports.recorded_run import RecordedRun
+from tfpar.reports.step_phases import StepPhases
+from tfpar.reports.timelines import PipelineRecord
 
 _FITS = {True: "yes", False: "no"}
 
@@ -102,17 +105,32 @@ def _number(value: Any) -> str:
     return figure(value) if is_number(value) else ""
 
 
-def timeline_section(run: RecordedRun, png: bytes | None) -> Iterable[Markup]:
-    """Yield the timeline of a pipeline, with its steps in words.
+def planned_phases(run: RecordedRun) -> StepPhases | None:
+    """Return the phases of a step as planned; None without measured ones, or a plan of the layout.
 
     Args:
         run: A recorded run.
+    """
+    return None if run.phases is None else step_phases.planned(own_row(run, plan_rows(run)), run.phases)
+
+
+def timeline_section(run: RecordedRun, planned: StepPhases | None, png: bytes | None) -> Iterable[Markup]:
+    """Yield the timeline of a step, with the step in words.
+
+    Args:
+        run: A recorded run.
+        planned: The result of `planned_phases`.
         png: The picture; None if there is none.
     """
-    record = run.pipeline
-    if record is None:
-        return
-    yield element("h3", "Timeline of a step")
+    if run.pipeline is not None:
+        yield element("h3", "Timeline of a step")
+        yield from _pipeline(run, run.pipeline, png)
+    elif run.phases is not None:
+        yield element("h3", "Timeline of a step")
+        yield from _phases(run.phases, planned, png)
+
+
+def _pipeline(run: RecordedRun, record: PipelineRecord, png: bytes | None) -> Iterable[Markup]:
     planned, measured = record.planned, record.measured
     lines = [("as planned", duration(planned.step_seconds), f"{100 * planned.bubble:.1f} %")]
     if measured is not None:
@@ -126,3 +144,24 @@ def timeline_section(run: RecordedRun, png: bytes | None) -> Iterable[Markup]:
         yield markup.picture(png, words, "Numbers are micro-batches. Grey is the bubble: no action runs.")
     if measured is None:
         yield element("p", "With --trace the train command also times the actions of a step.", class_="note")
+
+
+def _phases(measured: StepPhases, planned: StepPhases | None, png: bytes | None) -> Iterable[Markup]:
+    of_plan = {} if planned is None else planned.seconds
+    lines = [
+        (name, duration(of_plan[name]) if name in of_plan else "", duration(seconds), f"{share:.0f} %")
+        for name, seconds in measured.seconds.items()
+        for share in [100 * seconds / (measured.step_seconds or 1.0)]
+    ]
+    yield markup.table("Phases of a step, means of the replicas", ["phase", "as planned", "as run", "share"], lines)
+    if png is not None:
+        words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in measured.seconds.items())
+        rows, most = len(measured.moments), phases_plot.MOST_REPLICAS
+        caption = f"The first {most} of {rows} replicas." if rows > most else ""
+        yield markup.picture(png, f"Phases of a step on each replica; as run: {words}.", caption)
+    yield element(
+        "p",
+        "A phase is what follows the phase before: gradients that are summed during the backward pass are no part of "
+        "the all-reduce, and a replica that waits for a slower one waits in it. Medians of the timed steps.",
+        class_="note",
+    )

@@ -7,13 +7,15 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from tfpar import config
 from tfpar.files import json_file, json_lines
 from tfpar.messages import received
-from tfpar.reports import events, timelines
+from tfpar.reports import events, step_phases, timelines
 from tfpar.reports.events import Event
+from tfpar.reports.number_check import is_number
+from tfpar.reports.step_phases import StepPhases
 from tfpar.reports.timelines import PipelineRecord
 
 RECORD = "record.json"
@@ -34,6 +36,7 @@ class RecordedRun:
         status: "trained", "interrupted", "failed", "training", "not ended" or "not known".
         record: Versions, machine, model, layout, memory and times, as the run wrote them.
         pipeline: The step of a pipeline as planned and as run; None for other strategies.
+        phases: The measured phases of a step without a pipeline; None without `--trace`.
         plan: The plan of the layouts, if the planner wrote one.
         prediction: Predicted and measured step and memory of this run, if the planner wrote them.
         parity: The result of a check of parity, if one was saved here.
@@ -48,6 +51,7 @@ class RecordedRun:
     status: str
     record: Mapping[str, Any]
     pipeline: PipelineRecord | None = None
+    phases: StepPhases | None = None
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     parity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -106,11 +110,6 @@ class RecordedRun:
         return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
 
 
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether a value is a number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
     r"""Read a run from its folder.
 
@@ -149,6 +148,7 @@ def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
         status=status or "",
         record=record,
         pipeline=None if pipeline is None else timelines.from_table(pipeline),
+        phases=step_phases.from_table(record.get("phases")),
         plan=_table(folder / "plan.json", notes),
         prediction=_table(folder / "prediction.json", notes),
         parity=_table(folder / "parity.json", notes),

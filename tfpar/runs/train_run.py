@@ -28,6 +28,7 @@ from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
+from tfpar.runs.phase_times import PhaseTimes
 from tfpar.runs.prediction_file import PredictionRecorder
 from tfpar.runs.run_reporter import RunReporter
 from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
@@ -42,7 +43,7 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
     Args:
         run: The resolved run.
         directory: Its folder, claimed by the chief.
-        trace: Whether to draw when each action of a pipeline runs.
+        trace: Whether to measure when each phase of a step runs, or each action of a pipeline.
 
     Returns:
         Whether the run is trained to its end; False if it was interrupted, with a checkpoint to resume from.
@@ -99,6 +100,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunR
     with strategy.raising_on_all_workers(f"The constructor of {run.trainer}"):
         trainer = make_trainer(choice.run, strategy)
     _check_model(run, trainer)
+    phases = PhaseTimes(strategy, trainer.model) if trace and not strategy.has_schedule else None
     if strategy.is_chief:
         _record(run, directory, trainer, position, choice.note)
     pipeline = _show_schedule(run, directory, trainer, trace) if strategy.has_schedule else {}
@@ -107,7 +109,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunR
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
     prediction.begin(trainer.model, pipeline.get("record"))
     with standard_streams.outlived(trainer.interrupt):
-        return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction)
+        return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction, phases)
 
 
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
@@ -178,12 +180,13 @@ def _fit_and_save(
     checkpoints: Checkpoints,
     reporter: RunReporter,
     prediction: PredictionRecorder,
+    phases: PhaseTimes | None,
 ) -> bool:
     """Train to the end or to an interruption, and write the results; return whether it came to its end."""
     throughput, metrics_file = callbacks.Throughput(), callbacks.MetricsFile(directory.metrics)
     watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
-    asked_for = callbacks_from_settings(run, directory, throughput)
+    asked_for = [*callbacks_from_settings(run, directory, throughput), *([] if phases is None else [phases])]
     try:
         _fit(
             run, trainer, checkpoints, [watch, throughput, reporter.clock(throughput), metrics_file, *asked_for, table]
@@ -193,6 +196,8 @@ def _fit_and_save(
         if trainer.strategy.is_chief and not trainer.strategy.divides_state:
             _require_folder(directory, trainer)
         raise
+    if phases is not None and trainer.strategy.is_chief:
+        reporter.note_phases(phases.found)
     if trainer.interrupted:
         trainer.strategy.barrier()
         _print_interruption(directory, trainer, watch.kept_in)
@@ -201,7 +206,7 @@ def _fit_and_save(
     results = _results(run, trainer, throughput, metrics_file)
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
-            _save(directory, trainer, results, reporter, prediction)
+            _save(directory, trainer, results, reporter, prediction, phases)
     trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     _print_report(run, directory, trainer, results)
     return True
@@ -238,6 +243,7 @@ def _save(
     results: dict[str, float],
     reporter: RunReporter,
     prediction: PredictionRecorder,
+    phases: PhaseTimes | None,
 ) -> None:
     """Write the model and the results, and print them."""
     _require_folder(directory, trainer)
@@ -246,6 +252,8 @@ def _save(
     directory.finish(results)
     reporter.end(events.TRAINED)
     print(f"\n{summary.summary(directory, results)}")
+    if phases is not None and phases.found is not None:
+        print(phases.describe())
 
 
 def _print_report(run: config.Run, directory: RunDirectory, trainer: RunTrainer, results: dict[str, float]) -> None:

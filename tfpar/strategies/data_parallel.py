@@ -46,9 +46,10 @@ from tfpar.strategies.replica_states import (
     update_metrics_once,
 )
 from tfpar.strategies.single_device import forward, loss_and_gradients
+from tfpar.strategies.step_clock import HasClock
 
 
-class DataParallel(DividesState):
+class DataParallel(HasClock, DividesState):
     """The steps of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
 
         global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
@@ -81,7 +82,7 @@ class DataParallel(DividesState):
         self._pack_bytes = pack_bytes
         self._runs: PerModel[ReplicaRuns] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
-        self._num_local_replicas = len(strategy.extended.worker_devices)
+        self._num_local_replicas = self.num_timed_replicas = len(strategy.extended.worker_devices)
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
@@ -222,18 +223,21 @@ class DataParallel(DividesState):
 
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with layer_metrics_counted_once(model, num_counted):
+            with layer_metrics_counted_once(model, num_counted), self.clock.began(part):
                 loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, call)
             forward = (loss, outputs)
+            self.clock.computed(forward, gradients)
             if losses is not None and losses.partial_values:
                 *gradients, loss = self._sum_gradients(model, [*gradients, loss], forward, example_weight, num_counted)
             else:
                 gradients = self._sum_gradients(model, gradients, forward, example_weight, num_counted)
+            self.clock.reduced(gradients)
             update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
             return loss, gradients
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
         self._apply(model, model.optimizer, model.trainable_variables, gradients)
+        self.clock.updated(model.trainable_variables)
         return loss
 
     def _sum_gradients(

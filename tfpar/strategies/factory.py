@@ -61,10 +61,11 @@ def from_settings(settings: config.Strategy) -> Strategy:
         seconds = {name: of_grid[name] for name in ("form_seconds", "silence_seconds")}
         return Hybrid(Pipeline(**arguments, **seconds), **of_grid)
     if isinstance(settings, config.TensorParallel):
-        num_replicas, shard = arguments.pop("num_replicas"), arguments.pop("shard")
-        if num_replicas > 1 or num_workers > 1:
-            shards = TensorParallel(settings.num_shards, settings.layout)
-            return Hybrid(shards, num_replicas, settings.devices, shard=shard)
+        of_grid = {name: arguments.pop(name) for name in ("num_replicas", "shard")}
+        seconds = {name: arguments.pop(name) for name in ("form_seconds", "silence_seconds")}
+        if settings.num_replicas > 1 or num_workers > 1:
+            of_grid |= seconds if num_workers > 1 else {}
+            return Hybrid(TensorParallel(settings.num_shards, settings.layout), devices=settings.devices, **of_grid)
     return _CLASSES[settings.kind](**arguments)
 
 

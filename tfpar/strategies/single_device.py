@@ -17,9 +17,10 @@ from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.single_replica import SingleReplica
+from tfpar.strategies.step_clock import HasClock, NoClock
 
 
-class SingleDevice(SingleReplica):
+class SingleDevice(HasClock, SingleReplica):
     """Train on one device, without any `tf.distribute` strategy.
 
     The steps are those of Keras' own `fit`, in tfpar's loop: the same weights, with less time spent between steps.
@@ -78,9 +79,10 @@ class SingleDevice(SingleReplica):
             if objective.objectives_of(model):
                 return _train_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            loss, outputs, gradients = forward_backward(model, inputs, targets, weights, self.clock)
             if gradients:
                 self._apply(model, gradients)
+                self.clock.updated(model.trainable_variables)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
 
@@ -128,7 +130,12 @@ def _evaluate_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
     return objective.count(model, losses, data.num_rows(batch))
 
 
-def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
+_NO_CLOCK = NoClock()
+
+
+def forward_backward(
+    model: keras.Model, inputs: Any, targets: Any, weights: Any, clock: NoClock = _NO_CLOCK
+) -> tuple[tf.Tensor, Any, list[Any]]:
     """Compute the loss, the outputs and the gradient of each trainable variable (scaled by the optimizer).
 
     Args:
@@ -136,11 +143,14 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
         inputs: The inputs of the model, `[batch, ...]` each.
         targets: The targets of its losses, `[batch, ...]` each, or None.
         weights: Sample weights `[batch, ...]` or None.
+        clock: Notes the ends of both passes.
 
     Returns:
         The loss (scalar), the outputs (`[batch, ...]` each) and the gradients, None for a variable without one.
     """
-    loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
+    with clock.began((inputs, targets, weights)):
+        loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
+    clock.computed((loss, outputs), gradients)
     return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
 
 

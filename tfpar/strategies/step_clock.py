@@ -1,0 +1,148 @@
+"""The clock of a train step: when the phases of a step end on each replica.
+
+    began │ forward │ backward │ all-reduce │ update │
+
+The clock is that of the host. A phase ends when all of its tensors are ready, so a phase is what follows the phase
+before: gradients that are summed during the backward pass are no part of the all-reduce, and a replica that waits for a
+slower one waits in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import tf_divided_memory, tf_function, tf_replica_memory
+from tfpar.reduction.replicas import local_replica_id
+from tfpar.strategies.batches_ahead import HOST
+
+PHASES = ("forward", "backward", "all-reduce", "update")
+
+
+class NoClock:
+    """The clock of a step that is not timed: it notes nothing."""
+
+    def began(self, batch: Any) -> contextlib.AbstractContextManager[Any]:
+        """Note the begin of a step of the calling replica; return the context of what runs after it.
+
+        Args:
+            batch: What the step reads first.
+        """
+        return contextlib.nullcontext()
+
+    def computed(self, forward: Any, gradients: Any) -> None:
+        """Note the ends of the forward and of the backward pass of the calling replica.
+
+        Args:
+            forward: The results of the forward pass.
+            gradients: Those of the backward pass, None for a weight without one.
+        """
+
+    def reduced(self, sums: Any) -> None:
+        """Note the end of the all-reduce for the calling replica.
+
+        Args:
+            sums: The reduced gradients, None for a weight without one.
+        """
+
+    def updated(self, variables: Sequence[keras.Variable]) -> None:
+        """Note the end of the update on each replica.
+
+        Args:
+            variables: The updated weights.
+        """
+
+
+class StepClock(NoClock):
+    """Note the ends of phases in the graph of a train step; the next step overwrites them.
+
+    Args:
+        num_replicas: Replicas of this process.
+
+    Example:
+        >>> clock = StepClock(num_replicas=1)
+        >>> with clock.began(batch=tf.ones([2])):
+        ...     output = 2 * tf.ones([2])
+        >>> clock.computed(output, gradients=output)
+        >>> clock.read().shape, bool(clock.read()[0, 1] >= clock.read()[0, 0] > 0)
+        ((1, 5), True)
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        with tf.init_scope(), tf.device(HOST):
+            self._moments = [
+                [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in range(1 + len(PHASES))]
+                for _ in range(num_replicas)
+            ]
+
+    def began(self, batch: Any) -> contextlib.AbstractContextManager[Any]:
+        """Note the begin of a step of the calling replica; return the context of what runs after it."""
+        after: contextlib.AbstractContextManager[Any] = tf.control_dependencies([self._note(0, batch)])
+        return after
+
+    def computed(self, forward: Any, gradients: Any) -> None:
+        """Note the ends of the forward and of the backward pass of the calling replica."""
+        self._note(1, forward)
+        self._note(2, gradients)
+
+    def reduced(self, sums: Any) -> None:
+        """Note the end of the all-reduce for the calling replica."""
+        self._note(3, sums)
+
+    def updated(self, variables: Sequence[keras.Variable]) -> None:
+        """Note the end of the update on each replica."""
+        for replica in range(len(self._moments)):
+            self._note(4, [one.read_value() for one in _memories(variables, replica)], replica)
+
+    def _note(self, number: int, results: Any, replica: int | None = None) -> tf.Operation:
+        moments = self._moments[local_replica_id() if replica is None else replica]
+        ready = [one for one in tf.nest.flatten(results, expand_composites=True) if tf.is_tensor(one)]
+        with tf.device(HOST):
+            with tf.control_dependencies(ready):
+                moment = tf_function.unordered_timestamp()
+            return moments[number].assign(moment, read_value=False)
+
+    def read(self) -> np.ndarray:
+        """Return the begin of the last step and the ends of its phases in seconds, `[replicas, 5]`.
+
+        A phase that the strategy does not have is 0.
+        """
+        return np.array([[one.numpy() for one in row] for row in self._moments])
+
+
+def _memories(variables: Sequence[keras.Variable], replica: int) -> list[tf.Variable]:
+    """Return the memory of weights that a replica of this process holds."""
+    found: list[tf.Variable] = []
+    for variable in variables:
+        if tf_divided_memory.is_divided(variable):
+            found += tf_divided_memory.memories_of(variable)
+        else:
+            of_replicas = tf_replica_memory.memories(variable)
+            found.append(of_replicas[min(replica, len(of_replicas) - 1)])
+    return found
+
+
+class HasClock:
+    """A strategy whose train step has phases that a clock notes."""
+
+    clock: NoClock = NoClock()
+    num_timed_replicas: int = 1  # of this process
+
+    def start_clock(self) -> StepClock:
+        """Return the clock of all steps that are traced from now on.
+
+        Example:
+            >>> strategy = tfpar.SingleDevice("CPU:0")
+            >>> clock = strategy.start_clock()
+            >>> history = tfpar.Trainer(build_model, strategy).fit(dataset, verbose=0)
+            >>> moments = clock.read()[0]
+            >>> bool((moments[[1, 2, 4]] > moments[0]).all()), float(moments[3])  # no all-reduce
+            (True, 0.0)
+        """
+        self.clock = clock = StepClock(self.num_timed_replicas)
+        return clock
