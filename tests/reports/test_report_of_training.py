@@ -138,7 +138,10 @@ def test_a_traced_run_on_replicas_has_their_phases_as_planned_and_as_run(
 @pytest.mark.parametrize(
     ("wanted", "sentence"),
     [
-        (["strategy.kind=mirrored", "strategy.shard=weights"], '--trace times no steps with strategy.shard = "weights"'),
+        (
+            ["strategy.kind=mirrored", "strategy.shard=weights"],
+            '--trace times no steps with strategy.shard = "weights"',
+        ),
         (["strategy.kind=multi_worker", "strategy.sync=average"], 'no steps with strategy.sync = "average"'),
         (["strategy.kind=single_device", "training.jit_compile=true"], "--trace times no step that XLA compiles"),
     ],

@@ -73,8 +73,8 @@ def fitted_moments(strategy: Any, build: Callable[[], keras.Model]) -> np.ndarra
 def test_a_phase_takes_what_sleeps_in_it() -> None:
     ((forward, backward, update),) = np.diff(fitted_moments(STRATEGIES["one device"](), sleeping))
     assert FORWARD_SECONDS < forward < BACKWARD_SECONDS
-    assert backward > BACKWARD_SECONDS
-    assert update > 0.9 * UPDATE_SECONDS, "of the kernel whose gradient comes last"
+    assert BACKWARD_SECONDS < backward < BACKWARD_SECONDS + UPDATE_SECONDS
+    assert update > UPDATE_SECONDS, "which the backward pass does not hide"
 
 
 class HeavyForward(keras.layers.Layer):

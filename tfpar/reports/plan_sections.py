@@ -161,7 +161,7 @@ def _phases(measured: StepPhases, planned: StepPhases | None, png: bytes | None)
         yield markup.picture(png, f"Phases of a step on each replica; as run: {words}.", caption)
     yield element(
         "p",
-        "A phase is what follows the phase before: gradients that are summed during the backward pass are no part of "
-        "the all-reduce, and a replica that waits for a slower one waits in it. Medians of the timed steps.",
+        "Medians of timed steps, whose phases run one after another. Without --trace gradients may be summed, and "
+        "weights updated, during the backward pass. A replica that waits for a slower one waits in the all-reduce.",
         class_="note",
     )

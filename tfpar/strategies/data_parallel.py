@@ -223,15 +223,14 @@ class DataParallel(HasClock, DividesState):
 
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with layer_metrics_counted_once(model, num_counted), self.clock.began(part):
-                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, call)
-            forward = (loss, outputs)
-            self.clock.computed(forward, gradients)
-            if losses is not None and losses.partial_values:
-                *gradients, loss = self._sum_gradients(model, [*gradients, loss], forward, example_weight, num_counted)
-            else:
-                gradients = self._sum_gradients(model, gradients, forward, example_weight, num_counted)
-            self.clock.reduced(gradients)
+            with layer_metrics_counted_once(model, num_counted):
+                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, call, self.clock)
+            is_partial = losses is not None and losses.partial_values
+            with self.clock.backward_ended(gradients):
+                given = [*gradients, loss] if is_partial else gradients
+                sums = self._sum_gradients(model, given, (loss, outputs), example_weight, num_counted)
+            loss = sums.pop() if is_partial else loss
+            gradients = self.clock.reduced(sums)
             update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
             return loss, gradients
 

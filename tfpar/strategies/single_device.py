@@ -148,21 +148,26 @@ def forward_backward(
     Returns:
         The loss (scalar), the outputs (`[batch, ...]` each) and the gradients, None for a variable without one.
     """
-    with clock.began((inputs, targets, weights)):
-        loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
-    clock.computed((loss, outputs), gradients)
-    return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
+    loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, clock=clock)
+    with clock.backward_ended(gradients):
+        return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
 
 
 def loss_and_gradients(
-    model: keras.Model, inputs: Any, targets: Any, weights: Any, call: Callable[..., Any] = keras_model.call_model
+    model: keras.Model,
+    inputs: Any,
+    targets: Any,
+    weights: Any,
+    call: Callable[..., Any] = keras_model.call_model,
+    clock: NoClock = _NO_CLOCK,
 ) -> tuple[tf.Tensor, Any, list[Any]]:
     """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
-    with tf.GradientTape() as tape:
+    with tf.GradientTape() as tape, clock.began((inputs, targets, weights)):
         outputs = call(model, inputs, training=True)
         loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
         scaled = model.optimizer.scale_loss(loss)
-    return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+    with clock.forward_ended((scaled, outputs)):
+        return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
 
 
 def forward(

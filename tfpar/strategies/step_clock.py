@@ -2,9 +2,9 @@
 
     began │ forward │ backward │ all-reduce │ update │
 
-The clock is that of the host. A phase ends when all of its tensors are ready, so a phase is what follows the phase
-before: gradients that are summed during the backward pass are no part of the all-reduce, and a replica that waits for a
-slower one waits in it.
+The clock is that of the host. The phases of a timed step run one after another: an operation that reads the clock may
+wait for a thread, while those after it run already. In a step without a clock gradients may be summed, and weights
+updated, during the backward pass.
 """
 
 from __future__ import annotations
@@ -35,20 +35,29 @@ class NoClock:
         """
         return contextlib.nullcontext()
 
-    def computed(self, forward: Any, gradients: Any) -> None:
-        """Note the ends of the forward and of the backward pass of the calling replica.
+    def forward_ended(self, results: Any) -> contextlib.AbstractContextManager[Any]:
+        """Note the end of the forward pass of the calling replica; return the context of the backward pass.
 
         Args:
-            forward: The results of the forward pass.
-            gradients: Those of the backward pass, None for a weight without one.
+            results: The results of the forward pass.
         """
+        return contextlib.nullcontext()
 
-    def reduced(self, sums: Any) -> None:
-        """Note the end of the all-reduce for the calling replica.
+    def backward_ended(self, gradients: Any) -> contextlib.AbstractContextManager[Any]:
+        """Note the end of the backward pass of the calling replica; return the context of what follows.
+
+        Args:
+            gradients: The results of the backward pass, None for a weight without one.
+        """
+        return contextlib.nullcontext()
+
+    def reduced(self, sums: list[Any]) -> list[Any]:
+        """Note the end of the all-reduce for the calling replica; return the sums, which are ready after it.
 
         Args:
             sums: The reduced gradients, None for a weight without one.
         """
+        return sums
 
     def updated(self, variables: Sequence[keras.Variable]) -> None:
         """Note the end of the update on each replica.
@@ -68,7 +77,8 @@ class StepClock(NoClock):
         >>> clock = StepClock(num_replicas=1)
         >>> with clock.began(batch=tf.ones([2])):
         ...     output = 2 * tf.ones([2])
-        >>> clock.computed(output, gradients=output)
+        >>> with clock.forward_ended(output):
+        ...     gradient = tf.identity(output)
         >>> clock.read().shape, bool(clock.read()[0, 1] >= clock.read()[0, 0] > 0)
         ((1, 5), True)
     """
@@ -82,22 +92,32 @@ class StepClock(NoClock):
 
     def began(self, batch: Any) -> contextlib.AbstractContextManager[Any]:
         """Note the begin of a step of the calling replica; return the context of what runs after it."""
-        after: contextlib.AbstractContextManager[Any] = tf.control_dependencies([self._note(0, batch)])
-        return after
+        return self._after(0, batch)
 
-    def computed(self, forward: Any, gradients: Any) -> None:
-        """Note the ends of the forward and of the backward pass of the calling replica."""
-        self._note(1, forward)
-        self._note(2, gradients)
+    def forward_ended(self, results: Any) -> contextlib.AbstractContextManager[Any]:
+        """Note the end of the forward pass of the calling replica; return the context of the backward pass."""
+        return self._after(1, results)
 
-    def reduced(self, sums: Any) -> None:
-        """Note the end of the all-reduce for the calling replica."""
-        self._note(3, sums)
+    def backward_ended(self, gradients: Any) -> contextlib.AbstractContextManager[Any]:
+        """Note the end of the backward pass of the calling replica; return the context of what follows."""
+        return self._after(2, gradients)
+
+    def reduced(self, sums: list[Any]) -> list[Any]:
+        """Note the end of the all-reduce for the calling replica; return the sums, which are ready after it."""
+        with self._after(3, sums):
+            present = [
+                None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in sums
+            ]
+        return present
 
     def updated(self, variables: Sequence[keras.Variable]) -> None:
         """Note the end of the update on each replica."""
         for replica in range(len(self._moments)):
             self._note(4, [one.read_value() for one in _memories(variables, replica)], replica)
+
+    def _after(self, number: int, results: Any) -> contextlib.AbstractContextManager[Any]:
+        after: contextlib.AbstractContextManager[Any] = tf.control_dependencies([self._note(number, results)])
+        return after
 
     def _note(self, number: int, results: Any, replica: int | None = None) -> tf.Operation:
         moments = self._moments[local_replica_id() if replica is None else replica]

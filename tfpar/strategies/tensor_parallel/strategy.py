@@ -240,11 +240,11 @@ class TensorParallel(HasClock, SingleReplica):
             loss, outputs = self._forward(model, batch, training=True, copies=copies)
             with tf.device(self.devices[0]):
                 scaled = model.optimizer.scale_loss(loss)
-        found = updates.gradients(tape, scaled, model, copies)
-        with follow_data():  # each gradient stays on the device of its piece
-            reads = loss, gathered_classes.tensors_in_pieces(outputs)
+        reads = loss, gathered_classes.tensors_in_pieces(outputs)
+        with self.clock.forward_ended((scaled, reads)):
+            found = updates.gradients(tape, scaled, model, copies)
+        with follow_data(), self.clock.backward_ended(found):  # each gradient stays on the device of its piece
             after = after_reads(found, reads, keras_model.recomputes(model))
-        self.clock.computed(reads, found)
         if after:  # else no weight is trained; without any gradient, the optimizer raises
             updates.apply(model, after)
             self.clock.updated(model.trainable_variables)
