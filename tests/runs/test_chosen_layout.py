@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +19,8 @@ from tfpar.planning.ranking import UNTESTED, rank
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.stated import Stated
 from tfpar.runs import chosen_layout, plan_run, stored_plans
+from tfpar.runs.prediction_file import layout_of
+from tfpar.strategies import Strategy
 
 OWN = """
 import keras, numpy as np, tensorflow as tf, tfpar
@@ -294,6 +297,35 @@ def test_a_planned_pipeline_has_both_predictions(call: command.InProcess, tmp_pa
     assert found["planned_step_seconds"] == 0.2
     assert found["previewed_step_seconds"] > 0
     assert "1 run of this machine" in history(tmp_path, machine_name("CPU"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "by_hand_alone"),
+    [
+        (LAYOUTS["pipeline"], "strategy.balance=parameters"),
+        (Layout(num_shards=2), 'strategy.layout={"kernel"=["none", "model"]}'),
+    ],
+    ids=["balance", "rules"],
+)
+def test_a_model_that_is_cut_in_another_way_than_planned_has_no_prediction(
+    layout: Layout, by_hand_alone: str, call: command.InProcess, tmp_path: Path
+) -> None:
+    store(plan_text(Layout(), layout))
+    assert train(call, "run", *by_hand(layout), by_hand_alone).code == 0
+    assert not (tmp_path / "run" / "prediction.json").exists()
+
+
+def test_shards_on_several_hosts_have_the_layout_that_the_planner_names() -> None:
+    of_run = config.TensorParallel(num_shards=2, num_replicas=2)
+    layout = layout_of(of_run, cast("Strategy", SimpleNamespace(num_workers=3)))
+    assert str(layout) == "Hybrid(6 x TensorParallel(2), hosts=3)"
+
+
+def test_a_timed_step_is_no_measurement_for_the_history(call: command.InProcess, tmp_path: Path) -> None:
+    store(plan_text(Layout(), Layout(2)))
+    assert call("--directory", "run", *settings(*SMALL, *by_hand(Layout(2))), "--trace").code == 0
+    found = prediction(tmp_path / "run")
+    assert (found["planned_step_seconds"], found["measured_step_seconds"]) == (0.2, None)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": 3}', '{"rows": [{}], "measured": {}, "notes": [], "take": null}'])

@@ -113,7 +113,8 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
     hosts = strategy.num_workers
     if isinstance(settings, config.Pipeline):  # or a grid of them
         replicas = settings.num_replicas if isinstance(settings, config.Hybrid) else 1
-        if settings.schedule == "interleaved" or settings.across_workers or settings.num_shards > 1:
+        is_other = settings.schedule == "interleaved" or settings.balance != "time"
+        if is_other or settings.across_workers or settings.num_shards > 1:
             return None
         shard = settings.shard if isinstance(settings, config.Hybrid) else None
         return Layout(
@@ -121,9 +122,10 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
             shard, num_hosts=hosts,
         )  # fmt: skip
     if isinstance(settings, config.TensorParallel):
-        if hosts > 1:
+        if settings.layout is not None:
             return None
-        return Layout(settings.num_replicas, num_shards=settings.num_shards, shard=settings.shard)
+        replicas = settings.num_replicas * hosts
+        return Layout(replicas, num_shards=settings.num_shards, shard=settings.shard, num_hosts=hosts)
     if isinstance(settings, config.MultiWorker) and (settings.sync != "step" or settings.compression):
         return None
     return Layout(strategy.num_replicas, shard=getattr(settings, "shard", None), num_hosts=hosts)

