@@ -303,7 +303,7 @@ def test_a_planned_pipeline_has_both_predictions(call: command.InProcess, tmp_pa
     ("layout", "by_hand_alone"),
     [
         (LAYOUTS["pipeline"], "strategy.balance=parameters"),
-        (Layout(num_shards=2), 'strategy.layout={"kernel"=["none", "model"]}'),
+        (Layout(num_shards=2), 'strategy.layout={"kernel"=["model", "none"]}'),
     ],
     ids=["balance", "rules"],
 )

@@ -113,8 +113,9 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
     hosts = strategy.num_workers
     if isinstance(settings, config.Pipeline):  # or a grid of them
         replicas = settings.num_replicas if isinstance(settings, config.Hybrid) else 1
-        is_other = settings.schedule == "interleaved" or settings.balance != "time"
-        if is_other or settings.across_workers or settings.num_shards > 1:
+        if settings.schedule == "interleaved" or settings.balance != "time":
+            return None
+        if settings.across_workers or settings.num_shards > 1:
             return None
         shard = settings.shard if isinstance(settings, config.Hybrid) else None
         return Layout(
