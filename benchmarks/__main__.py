@@ -26,6 +26,7 @@ from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
 from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
 from benchmarks.plan import PLAN
+from benchmarks.plan_hosts import PLAN_HOSTS
 from benchmarks.plan_memory import PLAN_MEMORY
 from benchmarks.plan_seconds import PLAN_SECONDS
 from benchmarks.plan_sleeping import PLAN_SLEEPING
@@ -67,6 +68,7 @@ ALL = {
         PLAN_SECONDS,
         PLAN_MEMORY,
         PLAN_SLEEPING,
+        PLAN_HOSTS,
         PARITY_TABLE,
     )
 }

@@ -186,6 +186,21 @@ def test_hosts_add_an_all_reduce_over_the_network() -> None:
     assert seconds(Layout(2, num_hosts=2), machine=linked) == 48 + 8 + 1 + 1
 
 
+def test_the_stages_of_a_host_share_its_link_and_the_last_one_sums_first() -> None:
+    layout, slow = Layout(2, 2, 4, num_hosts=2), Link(0.0, 1.0)
+    hosts = dataclasses.replace(MACHINE, num_hosts=2, network=slow)
+    one_host = seconds(Layout(1, 2, 4), dataclasses.replace(MODEL, batch=MODEL.batch // 2))
+    added = seconds(layout, machine=hosts) - one_host
+    sent_seconds = slow.seconds(MODEL.trainable_bytes)
+    assert 0.7 * sent_seconds < added < sent_seconds, "during the backward pass of the first stage"
+    assert predict(layout, MODEL, hosts).waits["network"] == pytest.approx(added)
+
+
+def test_faster_devices_do_not_shorten_the_network() -> None:
+    linked = dataclasses.replace(MACHINE, num_hosts=2, network=Link(1.0, 160.0), speed=2.0)
+    assert predict(Layout(2, num_hosts=2), MODEL, linked).waits["network"] == pytest.approx(1 + 1)
+
+
 @pytest.mark.parametrize(
     ("layout", "num_cores", "factor"),
     [

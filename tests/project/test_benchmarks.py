@@ -32,7 +32,7 @@ NAMES = (
     "pipeline_mlp, pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, pipeline_workers, "
     "hybrid, fully_sharded, hybrid_sleeping, workers_sleeping, scaling_parts, scaling, all_reduce, "
     "restart, shards, tensor_parallel, vocabulary_loss, wide_features, plan, plan_seconds, plan_memory, "
-    "plan_sleeping, parity_table, gpu"
+    "plan_sleeping, plan_hosts, parity_table, gpu"
 )
 MACHINE = {"cores": 2, "load_of_the_last_minute": 0.5}
 OURS = Measurement("host_bound", "tfpar", batch_size=8, num_steps=100, num_warm_up_steps=2)

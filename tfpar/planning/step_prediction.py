@@ -12,6 +12,7 @@ from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.links import Link
 from tfpar.pipeline.schedule.simulator import Durations, Timeline, microbatch_scale, simulate
 from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts, nearest
+from tfpar.planning.host_traffic import sent_factor
 from tfpar.planning.layouts import Layout
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.stage_costs import stages_of
@@ -60,12 +61,12 @@ class _Step:
     def predicted(self) -> PredictedStep:
         speed = self.machine.speed
         durations, planned = max(self._simulated(), key=lambda one: one[1].step_seconds)
-        seconds = planned.step_seconds / speed + self._network_seconds
+        seconds = planned.step_seconds / speed
         waits = {name: one / speed for name, one in self._waits(durations, planned).items()}
         reading_seconds = self._reading_seconds(seconds, waits["bubble"])
         seconds += reading_seconds
         data_seconds = max(0.0, self.model.data_seconds - seconds)
-        waits |= {"network": self._network_seconds, "reading data": reading_seconds, "data": data_seconds}
+        waits |= {"reading data": reading_seconds, "data": data_seconds}
         return PredictedStep(
             self.layout,
             seconds + data_seconds,
@@ -139,6 +140,7 @@ class _Step:
             transfer_seconds=tuple(stage.transfer_seconds for stage in stages[:-1]),
             update_seconds=self._together([stage.update_seconds for stage in stages]),
             reduction_seconds=tuple(stage.reduction_seconds for stage in stages),
+            all_reduce_seconds=tuple(stage.network_seconds for stage in stages),
             slowdown=self._slowdown(of_stages if self.divides_model else self.machine.slowdown),
         )
 
@@ -195,28 +197,17 @@ class _Step:
             seconds = min(seconds, _MOST_OF_STAGE * model.staged_seconds(self.size))
         return seconds
 
-    @property
-    def _network_seconds(self) -> float:
-        """The seconds of an all-reduce of the gradients between hosts, each of which sends them once and again."""
-        layout, hosts = self.layout, self.layout.num_hosts
-        if hosts == 1:
-            return 0.0
-        sent_bytes = 2 * (hosts - 1) / hosts * self.model.trainable_bytes / layout.num_stages
-        sums_on_owners = self.divides_model or layout.replicas_per_host == 1
-        sums_on_owners &= hosts == 2 or self.machine.num_cores > 0  # more GPUs have the sums everywhere
-        if layout.shard == "weights" or (layout.shard == "optimizer" and not sums_on_owners):
-            sent_bytes *= 1.5  # at most: two replicas of a host send 1.2 times as much between two hosts
-        return self.machine.network.seconds(sent_bytes)
-
     def _waits(self, durations: Durations, planned: Timeline) -> dict[str, float]:
         """Return the seconds of a step in which a device does not compute, by reason."""
         busy = sum(span.end_seconds - span.begin_seconds for span in planned.spans) / planned.num_devices
         end_seconds = max(span.end_seconds for span in planned.spans)
         name = "sums of activations" if self.layout.num_shards > 1 else "all-reduce"
+        without_network = simulate(self._schedule, dataclasses.replace(durations, all_reduce_seconds=()))
         return {
             "bubble": end_seconds - busy if self.layout.num_stages > 1 else 0.0,
             name: min(sum(durations.reduction_seconds), planned.step_seconds),
             "update": max(durations.update_seconds),
+            "network": planned.step_seconds - without_network.step_seconds,
         }
 
 
@@ -344,6 +335,15 @@ class _Stage:
             blocks = num_blocks([block.weight_bytes for block in self._blocks]) if self._blocks else 1
             seconds += 2 * blocks * machine.action_seconds
         return seconds
+
+    @property
+    def network_seconds(self) -> float:
+        """The seconds of the all-reduce of the gradients between hosts, which faster devices do not shorten."""
+        step = self._step
+        if step.layout.num_hosts == 1:
+            return 0.0
+        factor = sent_factor(step.layout, divides_model=step.divides_model, on_gpus=not step.machine.num_cores)
+        return step.machine.speed * step.machine.network.seconds(factor * self._trainable_bytes)
 
 
 def _link(machine: MachineCosts, links: Mapping[int, Link], number: int) -> Link:

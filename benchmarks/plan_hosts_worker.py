@@ -1,0 +1,87 @@
+"""One process of `benchmarks.plan_hosts`: the plan of all layouts on one host, or one worker of a layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+from benchmarks import process
+from benchmarks.harness import Output
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpar
+from benchmarks.pipelines.sleeping_worker import sleeping_model, use_sleeping_cpus
+from benchmarks.plan_hosts import PAYLOAD
+from tfpar.pipeline.schedule.links import Link
+from tfpar.planning.layouts import Layout
+from tfpar.planning.measurement import measure, strategy_of
+from tfpar.planning.step_prediction import predict
+
+DEVICES = [f"CPU:{number}" for number in range(4)]
+LAYOUTS = [
+    Layout(8, num_hosts=2),
+    Layout(8, shard="optimizer", num_hosts=2),
+    Layout(2, 4, 8, num_hosts=2),
+    Layout(4, 2, 4, num_hosts=2),
+]
+_SECONDS_PER_ROW = (0.002, 0.004, 0.0025, 0.001, 0.003, 0.0035, 0.0015, 0.0025)
+_STEPS, _LATENCY_SECONDS = 5, 1e-3
+
+
+def run(setting: Mapping[str, object], rank: int, addresses: Sequence[str]) -> Output:
+    """Return the predicted step of each layout; or the measured step of one, as a worker of its job.
+
+    Args:
+        setting: The fields of `OneLayout`.
+        rank: Which worker this is.
+        addresses: The addresses of all workers; empty for one.
+    """
+    if addresses:
+        job = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(job)
+    use_sleeping_cpus(len(DEVICES))
+    hosts, number = setting["hosts"], setting["number"]
+    assert isinstance(hosts, dict)
+    if number is None:
+        return _planned(**hosts)
+    assert isinstance(number, int)
+    return {"step_seconds": _measured(LAYOUTS[number], hosts["width"], hosts["batch"])}
+
+
+def _planned(megabits_per_second: int, width: int, batch: int, num_hosts: int) -> Output:
+    def make(strategy: tfpar.Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
+        return tfpar.Trainer(lambda: sleeping_model(width, _SECONDS_PER_ROW), strategy), _data(width, batch)
+
+    costs, machine = measure(make, DEVICES)
+    rate = PAYLOAD * 1e6 / 8 * megabits_per_second
+    machine = dataclasses.replace(machine, num_hosts=num_hosts, network=Link(_LATENCY_SECONDS, rate))
+    return {str(layout): predict(layout, costs, machine).seconds for layout in LAYOUTS}
+
+
+def _measured(layout: Layout, width: int, batch: int) -> float:
+    strategy = strategy_of(layout, DEVICES)
+    trainer = tfpar.Trainer(lambda: sleeping_model(width, _SECONDS_PER_ROW), strategy, seed=0)
+    moments: list[float] = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: moments.append(time.perf_counter()))
+    trainer.fit(_data(width, batch), epochs=2 + _STEPS, steps_per_epoch=1, callbacks=[note], verbose=0)
+    return statistics.median(end - begin for begin, end in itertools.pairwise(moments[1:]))
+
+
+def _data(width: int, batch: int) -> tf.data.Dataset:
+    rows = np.ones((batch, width), "float32")
+    return tf.data.Dataset.from_tensors((rows, rows)).cache().repeat()
+
+
+if __name__ == "__main__":
+    process.reply(run(**process.request()))
+    os._exit(0)  # as benchmarks.worker
