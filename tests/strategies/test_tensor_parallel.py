@@ -298,6 +298,24 @@ def test_a_model_of_which_nothing_is_divided_is_named_with_the_reason(strategy: 
     assert f"is divided ({reason}), and the first device {place}" in message
 
 
+def mostly_recurrent() -> keras.Model:
+    layers = [keras.layers.LSTM(8, name="loop"), keras.layers.Dense(8, "tanh"), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((6, 3)), *layers])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
+def test_a_large_layer_that_stays_whole_beside_divided_ones_is_named_with_its_part(strategy: Any) -> None:
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        trainer = tfpar.Trainer(mostly_recurrent, strategy(), seed=0)
+        for _ in range(2):
+            trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
+    (message,) = [str(one.message) for one in noted if "stay whole" in str(one.message)]
+    assert "'loop' (78 %: layers of the class LSTM are not divided)." in message
+
+
 def test_rules_that_keep_all_weights_whole_are_named() -> None:
     with pytest.warns(UserWarning, match=r"is divided \(its rules keep all weights whole\), and the first device"):
         tfpar.Trainer(perceptron, tfpar.TensorParallel(2, layout={"up/kernel": (None, None)}), seed=0)

@@ -23,7 +23,7 @@ from tfpar.strategies.tensor_parallel.layout import Layout, Way
 from tfpar.strategies.tensor_parallel.rules import Rules
 from tfpar.strategies.tensor_parallel.runner import run_calls
 from tfpar.strategies.tensor_parallel.shards import Placed
-from tfpar.strategies.tensor_parallel.table import warn_of_nothing
+from tfpar.strategies.tensor_parallel.table import warn_of_nothing, warn_of_whole
 from tfpar.strategies.tensor_parallel.ways import layout_of
 
 Groups = Mapping[str, Sequence[str]]
@@ -93,7 +93,7 @@ def divide_stages(
         devices: The first device of each stage, for each replica.
         groups: The devices of the shards, by the first of them.
         rules: Rules of the user for all weights; None to choose from the graph.
-        warns: Whether to warn if no layer is divided.
+        warns: Whether to warn if no layer is divided, or a large one stays whole.
 
     Returns:
         The layout and the layer calls of each stage in the first replica, by its index.
@@ -113,9 +113,11 @@ def divide_stages(
         return list(map(keras_variables.full_name, groups[devices[replica][stage]]))
 
     divisions = {key: division for layout, _ in found.values() for key, division in layout.weights.items()}
+    reasons = {name: why for layout, _ in found.values() for name, why in layout.whole.items()}
     if warns and not divisions:
-        reasons = {name: why for layout, _ in found.values() for name, why in layout.whole.items()}
         warn_of_nothing(model, reasons, has_stages=True)
+    elif warns:
+        warn_of_whole(model, graph.calls, reasons)
     updates.place(model, divisions, homes)
     return found
 

@@ -36,7 +36,7 @@ from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.replicas import check_examples_apart
 from tfpar.strategies.tensor_parallel.rules import check_rules
 from tfpar.strategies.tensor_parallel.runner import DividedModel
-from tfpar.strategies.tensor_parallel.table import preview_of, warn_of_nothing
+from tfpar.strategies.tensor_parallel.table import preview_of, warn_of_nothing, warn_of_whole
 from tfpar.strategies.tensor_parallel.table_copies import TableCopies
 from tfpar.strategies.tensor_parallel.ways import layout_of
 from tfpar.strategies.tensor_parallel.wide_inputs import CutInputs, cut_inputs, cut_sizes, sent_inputs
@@ -184,6 +184,8 @@ class TensorParallel(HasClock, SingleReplica):
         layout = layout_of(model, graph, self.num_shards, self.layout)
         if not layout.weights:
             warn_of_nothing(model, layout.whole)
+        else:
+            warn_of_whole(model, graph.calls, layout.whole)
         owners = [list(map(keras_variables.full_name, devices)) for devices in self._owners]
         updates.place(model, layout.weights, updates.homes_of(model, layout, owners))
         self._divided[model] = DividedModel(model, graph, layout, self._replicas)

@@ -15,6 +15,8 @@ from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.runner import DividedModel
 
+_LARGE_PART = 0.25  # of the bytes of all weights
+
 
 def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str], *, has_stages: bool = False) -> None:
     """Warn that no layer of a model is divided.
@@ -32,6 +34,24 @@ def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str], *, has_stage
         f"No layer of {model.name!r} is divided ({where}), and the first device"
         + (" of each stage computes it. Leave num_shards out." if has_stages else " computes all of it. Use Mirrored.")
     )
+
+
+def warn_of_whole(model: keras.Model, calls: Sequence[Call], reasons: Mapping[str, str]) -> None:
+    """Warn of layers that stay whole although each has a large part of the bytes of the weights.
+
+    Args:
+        model: The model.
+        calls: Its layer calls.
+        reasons: For each large whole layer call its name and the reason.
+    """
+    all_bytes = sum(map(num_bytes, model.weights))
+    parts = {call.name: sum(map(num_bytes, call.variables)) / all_bytes for call in calls if reasons.get(call.name)}
+    large = [f"{name!r} ({100 * part:.0f} %: {reasons[name]})" for name, part in parts.items() if part >= _LARGE_PART]
+    if large:
+        user_warnings.warn(
+            f"These layers of {model.name!r} stay whole on the first device, in percent of the bytes of all weights: "
+            f"{', '.join(large)}."
+        )
 
 
 def preview_of(title: str, divided: DividedModel, num_examples: int, device_names: Sequence[str]) -> Preview:
