@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -228,6 +229,24 @@ def test_a_layout_is_measured_with_a_model_of_its_own(layout: Layout, logical_cp
     assert spread >= 0
     assert made == [layout.num_devices]
     assert tf.random.get_global_generator().state.numpy().tolist() == before
+
+
+def test_a_measured_layout_does_not_warn_of_what_the_user_has_not_chosen(logical_cpus: list[str]) -> None:
+    def build_model() -> keras.Model:
+        layers = [keras.layers.LSTM(8), keras.layers.Dense(8, "tanh"), keras.layers.Dense(4)]
+        model = keras.Sequential([keras.Input((6, 3)), *layers])
+        model.compile("sgd", "mse")
+        return model
+
+    data = tf.data.Dataset.from_tensors((np.ones((8, 6, 3), "float32"), np.ones((8, 4), "float32"))).repeat()
+
+    def make(strategy: tfpar.Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
+        return tfpar.Trainer(build_model, strategy), data
+
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        measure_layout(make, Layout(num_shards=2), logical_cpus[:2])
+    assert not [one for one in noted if "stay whole" in str(one.message)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfpar import config, data
 from tfpar._compat import random_state
 from tfpar.cluster import cores
+from tfpar.messages import user_warnings
 from tfpar.pipeline.schedule.links import Link
 from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import are_alike, may_share_model, measure_slowdown
@@ -114,7 +115,7 @@ def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[
         ValueError: If the layout cannot train the model.
         MemoryError: If the step does not fit in the memory of a device.
     """
-    with random_state.preserved_random_state():
+    with random_state.preserved_random_state(), user_warnings.in_trial():
         one = prepared(ReadOnce(make_trainer), strategy_of(layout, devices))
         steps, spread = measure_steps(one.loop, [int(data.num_rows(one.batch))])
     return steps.seconds[0], spread
