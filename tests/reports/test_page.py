@@ -192,3 +192,48 @@ def test_chromium_shows_the_page_with_all_pictures(folder: Path, tmp_path: Path)
     pixels = grey_pixels(screenshot.read_bytes())
     assert pixels.shape == (3000, 1000)
     assert 0.01 < (pixels < 0.5).mean() < 0.5, "text and pictures on an empty ground"
+
+
+def phases_of(folder: Path, row: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
+    moments = [[0.0, 0.1, 0.3, 0.4, 0.5], [0.05, 0.1, 0.3, 0.4, 0.5]]
+    phases = {"names": ["forward", "backward", "all-reduce", "update"], "moments": moments}
+    record = {**recorded.record(phases=phases), "pipeline": None}
+    plan = {"rows": [{"layout": "Mirrored(2)", **row}]}
+    recorded.write(folder, record=record, plan=plan, prediction={"layout": "Mirrored(2)"})
+    text, images = page.report(recorded_run.read(folder))
+    return " ".join(Page(text).words.split()), images
+
+
+def test_phases_of_replicas_are_shown_as_planned_and_as_run(tmp_path: Path) -> None:
+    row = {
+        **{"step_seconds": 0.75, "forward_seconds": 0.125},
+        "waits": {"network": 0.1875, "all-reduce": 0.0625, "data": 0.125},
+    }
+    words, images = phases_of(tmp_path / "run", row)
+    for part in ("means of the replicas", "forward125 ms75.0 ms15 %", "backward250 ms200 ms40 %", "all-reduce250 ms"):
+        assert part in words, (part, words[words.find("Phases of a step") :])
+    assert "timeline" in images
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{}, {"step_seconds": float("nan"), "forward_seconds": 0.1, "waits": {}}, {"step_seconds": 1, "waits": [1]}],
+    ids=str,
+)
+def test_phases_without_a_plan_of_them_are_shown_as_run(row: dict[str, Any], tmp_path: Path) -> None:
+    words, images = phases_of(tmp_path / "run", row)
+    assert "forward75.0 ms15 %" in words, words
+    assert "timeline" in images
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [3, {}, {"names": ["forward"], "moments": [[0.0]]}, {"names": ["<b>"], "moments": [[0, 1]]}, {"names": ["update"],
+     "moments": [[1, 0]]}],
+    ids=str,
+)  # fmt: skip
+def test_damaged_phases_are_left_out(phases: Any, tmp_path: Path) -> None:
+    recorded.write(tmp_path / "run", record={**recorded.record(phases=phases), "pipeline": None})
+    text, images = page.report(recorded_run.read(tmp_path / "run"))
+    assert "Timeline of a step" not in text
+    assert "timeline" not in images

@@ -36,10 +36,10 @@ def three_digits(value: float) -> str:
     """Return a number of at least 0 with three digits, or with all digits before the point.
 
     Example:
-        >>> [three_digits(value) for value in (12345.6, 123.4, 12.34, 0.1234, 0)]
-        ['12,346', '123', '12.3', '0.123', '0.000']
+        >>> [three_digits(value) for value in (12345.6, 123.4, 99.96, 12.34, 0.1234, 0)]
+        ['12,346', '123', '100', '12.3', '0.123', '0.000']
     """
-    decimals = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
     return f"{value:,.{decimals}f}"
 
 

@@ -24,7 +24,7 @@ MOST_REPLICAS = 32
 
 
 def figure(planned: StepPhases | None, measured: StepPhases) -> Figure:
-    """Return the picture: a row is a replica, a box a phase.
+    """Return the picture: a row is a replica, or all devices that were timed together; a box is a phase.
 
     Args:
         planned: The phases as planned; None to draw the measured ones alone.
@@ -69,7 +69,8 @@ def _draw(axes: Axes, phases: StepPhases, num_rows: int) -> None:
             hatch=hatch,
             label=name,
         )
-    axes.set_yticks(range(num_rows), [f"replica {row}" for row in range(num_rows)], fontsize=9)
+    labels = [f"replica {row}" for row in range(num_rows)] if num_rows > 1 else ["step"]
+    axes.set_yticks(range(num_rows), labels, fontsize=9)
     axes.set_ylim(num_rows - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=True)

@@ -145,6 +145,7 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> by
     Returns:
         A PNG image; None without a value.
     """
+    groups = {kind: {name: one for name, one in of.items() if math.isfinite(one)} for kind, of in groups.items()}
     names = list(dict.fromkeys(name for values in groups.values() for name in values))[:MOST_BARS]
     if not names:
         return None

@@ -153,12 +153,13 @@ def _phases(measured: StepPhases, planned: StepPhases | None, png: bytes | None)
         for name, seconds in measured.seconds.items()
         for share in [100 * seconds / (measured.step_seconds or 1.0)]
     ]
-    yield markup.table("Phases of a step, means of the replicas", ["phase", "as planned", "as run", "share"], lines)
+    title = "Phases of a step" + (", means of the replicas" if len(measured.moments) > 1 else "")
+    yield markup.table(title, ["phase", "as planned", "as run", "share"], lines)
     if png is not None:
         words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in measured.seconds.items())
         rows, most = len(measured.moments), phases_plot.MOST_REPLICAS
         caption = f"The first {most} of {rows} replicas." if rows > most else ""
-        yield markup.picture(png, f"Phases of a step on each replica; as run: {words}.", caption)
+        yield markup.picture(png, f"Phases of a step over time; as run: {words}.", caption)
     yield element(
         "p",
         "Medians of timed steps, whose phases run one after another. Without --trace gradients may be summed, and "

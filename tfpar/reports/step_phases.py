@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from tfpar.reports.number_check import is_number
 
@@ -74,6 +74,10 @@ def from_table(table: Any) -> StepPhases | None:
     return StepPhases(tuple(names), tuple(tuple(map(float, row)) for row in rows))
 
 
+def _is_duration(value: Any) -> TypeGuard[int | float]:
+    return is_number(value) and 0 <= value < math.inf
+
+
 def _is_ordered(row: Sequence[Any]) -> bool:
     return all(is_number(one) and math.isfinite(one) for one in row) and list(row) == sorted(row)
 
@@ -93,9 +97,9 @@ def planned(row: Mapping[str, Any] | None, like: StepPhases) -> StepPhases | Non
     """
     row = row or {}
     step_seconds, forward, waits = (row.get(name) for name in ("step_seconds", "forward_seconds", "waits"))
-    if not is_number(step_seconds) or not is_number(forward) or not isinstance(waits, Mapping):
+    if not _is_duration(step_seconds) or not _is_duration(forward) or not isinstance(waits, Mapping):
         return None
-    known = {str(name): float(value) for name, value in waits.items() if is_number(value)}
+    known = {str(name): float(value) for name, value in waits.items() if _is_duration(value)}
     reduction, outside = (sum(known.get(name, 0.0) for name in group) for group in (_REDUCTIONS, _OUTSIDE))
     update = known.get("update", 0.0)
     inside = step_seconds - outside
