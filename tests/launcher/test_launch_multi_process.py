@@ -219,6 +219,21 @@ sys.exit(1)
     assert "The job failed: worker 0 failed with exit code 1." in last_words(err)
 
 
+def test_a_script_that_misses_another_worker_is_not_blamed_for_ending_first(tmp_path: Path) -> None:
+    script = """
+if rank == 1:
+    print(f"tfpar.WorkerLostError: {LOST}: 127.0.0.1:1 no longer responds.", file=sys.stderr)
+    sys.exit(1)
+time.sleep(0.5)
+sys.exit("the cause")
+"""
+    code, _, err = run(tmp_path, f"from tfpar.cluster.other_worker_error import LOST\n{script}")
+    assert code == 1
+    said = last_words(err)
+    assert "The job failed: worker 0 failed with exit code 1. It was the first to fail." in said
+    assert "the cause" in said
+
+
 @pytest.mark.parametrize("words", [("--config", "missing"), ("--set", "training.epoch=3"), ("--nothing",)])
 def test_a_configuration_error_is_not_repeated(tmp_path: Path, words: tuple[str, ...]) -> None:
     completed = subprocess.run(

@@ -1,5 +1,8 @@
 """The error that one worker raises because another one failed."""
 
+# How the message of a worker begins that misses another one, in the train command and in scripts.
+LOST = "A worker of the job is lost"
+
 
 class OtherWorkerError(ConnectionError):
     """Another worker failed with an error that a new start may not repeat; the message is that error's.

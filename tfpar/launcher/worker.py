@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from tfpar.cluster import job_secret, tf_config
+from tfpar.cluster.other_worker_error import LOST
+from tfpar.commands.command_line import OTHER_FAILED
 from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.line_splitter import Lines
 from tfpar.launcher.reaper import Reaper
@@ -153,6 +155,11 @@ class Worker:
         self.end = os.pidfd_open(self._process.pid)
         sources = ((self._process.stdout, False), (self._process.stderr, True))
         self.streams = [OutputStream(source, is_error) for source, is_error in sources if source is not None]
+
+    @property
+    def misses_another(self) -> bool:
+        """Whether it failed because another worker did, as far as its exit code or its last lines say so."""
+        return self.code == OTHER_FAILED or any(LOST.encode() in line for line in self.tail)
 
     @property
     def is_stopped(self) -> bool:

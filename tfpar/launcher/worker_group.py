@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tfpar.cluster import job_secret
-from tfpar.commands.command_line import OTHER_FAILED
 from tfpar.commands.start_up import INTERRUPTED  # also the exit code of a worker that stopped with a checkpoint
 from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.hosts import HostPlan
@@ -71,15 +70,14 @@ class WorkerGroup:
                 while self._running():
                     ready = self._wait(reaper, outputs, signals)
                     self._forward_output(ready, outputs)
-                    self._reap([worker for worker in self._running() if worker.end in ready], signals)
+                    self._reap([worker for worker in self._running() if worker.end in ready], outputs, signals)
                     self._stop_if_requested(outputs, signals)
             finally:
                 for worker in self._running():
                     worker.kill()
                     worker.reap()
                 for worker in self._workers:
-                    for stream in worker.streams:
-                        outputs.take(worker, stream, stream.read_rest())
+                    self._forward_rest(worker, outputs)
 
     def cause(self) -> str:
         """Return the first failure as a clause."""
@@ -164,9 +162,14 @@ class WorkerGroup:
             if stream.descriptor in ready:
                 outputs.take(worker, stream, stream.read())
 
-    def _reap(self, ended: Sequence[Worker], signals: StopSignals) -> None:
+    def _forward_rest(self, worker: Worker, outputs: Outputs) -> None:
+        for stream in worker.streams:
+            outputs.take(worker, stream, stream.read_rest())
+
+    def _reap(self, ended: Sequence[Worker], outputs: Outputs, signals: StopSignals) -> None:
         for worker in ended:
             worker.reap()
+            self._forward_rest(worker, outputs)  # its last lines tell whether it is the cause
         failed = sorted((worker for worker in ended if worker.code != 0), key=_consequence_order)
         if not failed or signals.stop is not None:
             return
@@ -174,7 +177,7 @@ class WorkerGroup:
             self._record_first_failure(failed[0])
         elif failed[0].code == -signal.SIGKILL and not self._has_killed:
             self.failed = failed[0]  # the others failed before the kernel had freed its memory
-        elif self.failed.code == OTHER_FAILED and not self._has_killed:
+        elif self.failed.misses_another and not self._has_killed:
             self.failed = failed[0]  # the cause: all raise at the same time, and end in any order
 
     def _record_first_failure(self, failed: Worker) -> None:
@@ -185,7 +188,7 @@ class WorkerGroup:
         if failed.code == INTERRUPTED:
             # The others save the same checkpoint and exit; another signal would interrupt the saving.
             self._stop([], self._grace_seconds)
-        elif failed.code == OTHER_FAILED:
+        elif failed.misses_another and not self._stopped:
             self._stop([], min(SECONDS_AFTER_FAILURE, self._grace_seconds))  # a signal would hide the cause
         else:
             self._stop(self._running(), min(SECONDS_AFTER_FAILURE, self._grace_seconds))
@@ -219,7 +222,7 @@ def _consequence_order(worker: Worker) -> int:
     """
     if worker.code == -signal.SIGKILL:
         return 0
-    if worker.code == OTHER_FAILED:
+    if worker.misses_another:
         return 3
     return 1 if worker.code < 0 and worker.code != -signal.SIGABRT else 2
 

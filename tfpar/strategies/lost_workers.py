@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import tf_function
 from tfpar.cluster import reachability, tf_config
+from tfpar.cluster.other_worker_error import LOST
 from tfpar.config.sections import A_WEEK_SECONDS
 
 # Errors that TensorFlow raises on the other workers after the loss of one.
@@ -106,7 +107,7 @@ def error_of(who: str) -> WorkerLostError:
         who: Their addresses and the reason, as a clause.
     """
     return WorkerLostError(
-        f"A worker of the job is lost: {who}. Start all workers again with the "
+        f"{LOST}: {who}. Start all workers again with the "
         "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "
         "automatically."
     )
