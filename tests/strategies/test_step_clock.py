@@ -97,8 +97,8 @@ def test_each_replica_has_its_own_phases() -> None:
     moments = fitted_moments(STRATEGIES["replicas"](), heavy_forward)
     assert moments.shape == (2, 5), "with the all-reduce"
     assert len(set(moments[:, 1])) == 2
-    for forward, *others in np.diff(moments):
-        assert forward > sum(others), moments
+    for forward, backward, _, update in np.diff(moments):  # one waits in the all-reduce for the other
+        assert forward > backward + update, moments
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -163,6 +163,7 @@ def _phases(measured: StepPhases, planned: StepPhases | None, png: bytes | None)
     yield element(
         "p",
         "Medians of timed steps, whose phases run one after another. Without --trace gradients may be summed, and "
-        "weights updated, during the backward pass. A replica that waits for a slower one waits in the all-reduce.",
+        "weights updated, during the backward pass; several workers sum them during it here, too. A replica that waits "
+        "for a slower one waits in the all-reduce.",
         class_="note",
     )

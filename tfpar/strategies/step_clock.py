@@ -4,7 +4,7 @@
 
 The clock is that of the host. The phases of a timed step run one after another: an operation that reads the clock may
 wait for a thread, while those after it run already. In a step without a clock gradients may be summed, and weights
-updated, during the backward pass.
+updated, during the backward pass. Workers sum gradients during it in a timed step, too.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class StepClock(NoClock):
 
     Args:
         num_replicas: Replicas of this process.
+        sums_early: Whether the all-reduce begins during the backward pass, whose operations would wait for each other
+            in a cycle if it began after; then its phase is what remains of it.
 
     Example:
         >>> clock = StepClock(num_replicas=1)
@@ -83,7 +85,8 @@ class StepClock(NoClock):
         ((1, 5), True)
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, *, sums_early: bool = False) -> None:
+        self._sums_early = sums_early
         with tf.init_scope(), tf.device(HOST):
             self._moments = [
                 [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in range(1 + len(PHASES))]
@@ -100,7 +103,8 @@ class StepClock(NoClock):
 
     def backward_ended(self, gradients: Any) -> contextlib.AbstractContextManager[Any]:
         """Note the end of the backward pass of the calling replica; return the context of what follows."""
-        return self._after(2, gradients)
+        after = self._after(2, gradients)
+        return contextlib.nullcontext() if self._sums_early else after
 
     def reduced(self, sums: list[Any]) -> list[Any]:
         """Note the end of the all-reduce for the calling replica; return the sums, which are ready after it."""
@@ -152,6 +156,7 @@ class HasClock:
 
     clock: NoClock = NoClock()
     num_timed_replicas: int = 1  # of this process
+    sums_early: bool = False  # during the backward pass
 
     def start_clock(self) -> StepClock:
         """Return the clock of all steps that are traced from now on.
@@ -164,5 +169,5 @@ class HasClock:
             >>> bool((moments[[1, 2, 4]] > moments[0]).all()), float(moments[3])  # no all-reduce
             (True, 0.0)
         """
-        self.clock = clock = StepClock(self.num_timed_replicas)
+        self.clock = clock = StepClock(self.num_timed_replicas, sums_early=self.sums_early)
         return clock
