@@ -62,6 +62,13 @@ def masked_data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH_SIZE)
 
 
+def recurrent(**compiled: Any) -> keras.Model:
+    """A loop, whose backward pass reads the lists of its forward pass."""
+    model = keras.Sequential([keras.Input((6, 2)), keras.layers.GRU(4, return_sequences=True), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"], **compiled)
+    return model
+
+
 class WithPositions(keras.layers.Layer):
     """Two lookups of one weight: the rows of the tokens, and the same six rows for every example."""
 
@@ -109,6 +116,7 @@ def unweighted() -> tf.data.Dataset:
 CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset]]] = {
     "sample weights": (classifier(), data),
     "masks": (masked, masked_data),
+    "loops": (recurrent, masked_data),
     "a lookup": (words(lambda: keras.layers.Embedding(11, 4)), word_data),
     "two lookups of one weight": (words(WithPositions), word_data),
     "synchronized": (classifier(lambda: [keras.layers.BatchNormalization(synchronized=True)]), data),
@@ -119,8 +127,10 @@ CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset]
 }
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", sampled(CASES, of_ci=[*CASES][::3]))
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "name", sampled(CASES, of_ci=["sample weights", "loops", "synchronized", "a loss and a metric in call"])
+)
 def test_replicas_compiled_by_xla_train_as_one_device(name: str) -> None:
     build, dataset = CASES[name]
     keras.utils.set_random_seed(0)
@@ -133,6 +143,23 @@ def test_replicas_compiled_by_xla_train_as_one_device(name: str) -> None:
     small.assert_same_history({k: [v] for k, v in evaluated.items()}, {k: [v] for k, v in wanted.items()})
     inputs = dataset().map(lambda x, *others: x)
     small.assert_same_state(*([one.predict(inputs, verbose=0)] for one in (trainer, model)), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"], balance="parameters"),
+        lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
+    ],
+    ids=["stages", "sharded weights"],
+)
+def test_stages_with_loops_train_as_one_device_if_the_model_is_compiled_by_xla(strategy: Callable[[], Any]) -> None:
+    keras.utils.set_random_seed(0)
+    model = recurrent()
+    expected = model.fit(masked_data(), epochs=2, verbose=0).history
+    trainer = tfpar.Trainer(lambda: recurrent(jit_compile=True), strategy(), seed=0)
+    small.assert_same_history(trainer.fit(masked_data(), epochs=2, verbose=0).history, expected)
+    small.assert_same_state(small.state(trainer.model), small.state(model), 1e-5)
 
 
 @pytest.mark.extended

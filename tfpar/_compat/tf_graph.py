@@ -6,6 +6,7 @@ Written for TensorFlow 2.21. `tf.control_dependencies` orders operations only wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -25,6 +26,17 @@ _READS_AND_CALLS = {
     "While",
     "StatefulPartitionedCall",
 }
+
+
+def has_loops(graph: Any) -> bool:
+    """Return whether a function has a loop, in the functions that it calls too.
+
+    Args:
+        graph: The graph of a concrete function.
+    """
+    whole = graph.as_graph_def()
+    nodes = itertools.chain(whole.node, *(function.node_def for function in whole.library.function))
+    return any(node.op in ("While", "StatelessWhile") for node in nodes)
 
 
 def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:

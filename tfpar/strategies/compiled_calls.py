@@ -15,7 +15,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, keras_model, keras_probabilities
+from tfpar._compat import keras_metrics, keras_model, keras_probabilities, tf_graph
 from tfpar.reduction import objective
 
 
@@ -35,8 +35,9 @@ def suits(model: keras.Model) -> bool:
 def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model on a replica of `tf.distribute.MirroredStrategy` as a function that XLA compiles.
 
-    A call in which the replicas communicate, as synchronized BatchNormalization does, cannot be such a function: there
-    TensorFlow chooses what XLA compiles.
+    A call in which the replicas communicate, as synchronized BatchNormalization does, cannot be such a function. Nor
+    can one with a loop that trains, such as a recurrent layer: the backward pass takes a list of tensors for each loop,
+    and XLA of TensorFlow 2.21 accepts none as an argument. There TensorFlow chooses what XLA compiles.
 
     Args:
         model: A model that `suits` accepts, and whose layers add no losses.
@@ -62,10 +63,13 @@ def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
 
     try:
         with mock.patch.object(tf.distribute.ReplicaContext, "merge_call", refuse):
-            outputs, masks = tf.function(call, autograph=False, jit_compile=True)(inputs)
+            compiled = tf.function(call, autograph=False, jit_compile=True)
+            has_loops = training and tf_graph.has_loops(compiled.get_concrete_function(inputs).graph)
+            outputs, masks = (None, None) if has_loops else compiled(inputs)
     except Exception:
         if not communicates:
             raise
+    if communicates or has_loops:
         with tf.xla.experimental.jit_scope():
             return keras_model.call_model(model, inputs, training)
     received = list(map(keras_probabilities.received_as, tf.nest.flatten(outputs), activations))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, random_state, tf_divided_memory
+from tfpar._compat import keras_metrics, random_state, tf_divided_memory, tf_graph
 from tfpar.pipeline.execution.divided_calls import refuse_divided
 from tfpar.pipeline.execution.row_gradients import known_kinds
 from tfpar.pipeline.execution.row_padding import can_pad, outputs_per_example
@@ -155,5 +155,6 @@ def _extract(trace: StageTrace, num_parameters: int, devices: Sequence[str], opt
         sums=sums,
         recompute=options.recompute,
         weights=trace.variables[:num_parameters] if options.shards_weights else (),
-        jit_compile=options.jit_compile,
+        # The backward pass takes a list of tensors for each loop, which XLA of TensorFlow 2.21 accepts as no argument.
+        jit_compile=options.jit_compile and not (options.training and tf_graph.has_loops(trace.graph)),
     )
