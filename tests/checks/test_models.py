@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,39 @@ def test_data_of_a_model_function_are_used(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_function_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"function|file"):
         function_of(name)
+
+
+SCRIPT = """
+import keras, tensorflow as tf, tfpar
+tfpar.use_logical_cpus(7)
+tf.config.threading.set_intra_op_parallelism_threads(7)
+tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [])
+keras.config.set_dtype_policy("mixed_bfloat16")
+EXECUTIONS = []
+def build_model():
+    EXECUTIONS.append(None)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+def data():
+    assert EXECUTIONS
+    return tf.data.Dataset.from_tensors(([[1.0] * 3] * 4, [[1.0]] * 4))
+"""
+
+
+def test_a_script_with_settings_of_devices_and_types_is_examined(tmp_path: Path, logical_cpus: list[str]) -> None:
+    import keras
+
+    (tmp_path / "script.py").write_text(SCRIPT)
+    names = {key: f"{tmp_path / 'script.py'}:{name}" for key, name in (("function", "build_model"), ("data", "data"))}
+    overrides = ["strategy.kind=mirrored"]
+    try:
+        result = strategy_task.compare({"overrides": overrides, **names}, logical_cpus[1:3])
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+    check = models.judged_strategy(result)
+    assert check.status == "ok", check.figure
 
 
 def test_a_function_that_no_process_can_import_is_refused() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tfpar import config
 from tfpar.messages.received import quoted
@@ -68,7 +70,8 @@ def function_of(name: str) -> Callable[[], Any]:
         raise ValueError(
             f'A function is named as "file.py:function" or "package.module:function", received {quoted(name)}.'
         )
-    module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    with _devices_of_the_doctor():
+        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     found = getattr(module, attribute, None)
     if not callable(found):
         raise ValueError(f"{quoted(place)} has no function {quoted(attribute)}.")
@@ -76,6 +79,24 @@ def function_of(name: str) -> Callable[[], Any]:
     return function
 
 
+@contextlib.contextmanager
+def _devices_of_the_doctor() -> Iterator[None]:
+    """Ignore what a script sets about devices and threads: TensorFlow already runs here, on those of the doctor."""
+    import tensorflow as tf
+
+    settings = (
+        (tf.config, ("set_logical_device_configuration", "set_visible_devices")),
+        (tf.config.experimental, ("set_memory_growth", "set_virtual_device_configuration", "set_visible_devices")),
+        (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, names in settings:
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, lambda *args, **kwargs: None))
+        yield
+
+
+@functools.cache  # once for the model function and the data
 def _module_of_file(path: Path) -> Any:
     # As a script's own folder is when Python runs it; its name is not "__main__", so that it does not train.
     sys.path.insert(0, str(path.resolve().parent))
@@ -102,6 +123,8 @@ def make_trainer(source: ModelSource, strategy: Any, dtype: str | None) -> tuple
     from tfpar.config import settings_read
     from tfpar.runs import run_data, user_trainer
 
+    for function in filter(None, (source.function, source.data)):
+        function_of(function)  # a script may set a float type of its own
     if dtype is not None:
         keras.config.set_floatx(dtype)
         keras.config.set_dtype_policy(dtype)
