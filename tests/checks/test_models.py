@@ -123,11 +123,12 @@ def test_a_function_that_does_not_exist_is_refused(name: str) -> None:
 
 
 SCRIPT = """
+POLICY = "float32"
 import keras, tensorflow as tf, tfpar
 tfpar.use_logical_cpus(7)
 tf.config.threading.set_intra_op_parallelism_threads(7)
 tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [])
-keras.config.set_dtype_policy("mixed_bfloat16")
+keras.config.set_dtype_policy(POLICY)
 EXECUTIONS = []
 def build_model():
     EXECUTIONS.append(None)
@@ -143,7 +144,7 @@ def data():
 def test_a_script_with_settings_of_devices_and_types_is_examined(tmp_path: Path, logical_cpus: list[str]) -> None:
     import keras
 
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("float32", "mixed_bfloat16"))
     names = {key: f"{tmp_path / 'script.py'}:{name}" for key, name in (("function", "build_model"), ("data", "data"))}
     overrides = ["strategy.kind=mirrored"]
     try:
@@ -153,6 +154,21 @@ def test_a_script_with_settings_of_devices_and_types_is_examined(tmp_path: Path,
         keras.config.set_dtype_policy("float32")
     check = models.judged_strategy(result)
     assert check.status == "ok", check.figure
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tfpar.doctor()",
+        "tfpar.Trainer(build_model, tfpar.SingleDevice()).fit([[1.0]], [[1.0]])",
+        "build_model().fit([[1.0]], [[1.0]])",
+    ],
+    ids=["doctor", "trainer", "keras"],
+)
+def test_a_script_that_trains_when_it_is_imported_is_refused(call: str, tmp_path: Path) -> None:
+    (tmp_path / "unguarded.py").write_text(SCRIPT + call)
+    with pytest.raises(RuntimeError, match=r'unguarded.py.*under `if __name__ == "__main__":`'):
+        function_of(f"{tmp_path / 'unguarded.py'}:build_model")
 
 
 def test_a_function_that_no_process_can_import_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_the_last_line_of_the_users_own_code_is_found() -> None:
     assert place.function == "Outer.method.inner"
 
 
-@pytest.mark.parametrize("file", [tfpar.__file__, np.__file__, traceback.__file__, "<stdin>"])
+@pytest.mark.parametrize("file", [tfpar.__file__, np.__file__, traceback.__file__, mock.__file__, "<stdin>"])
 def test_a_line_of_a_library_is_not_the_users(file: str) -> None:
     assert users_code.last_place([traceback.FrameSummary(file, 1, "function")]) is None
 

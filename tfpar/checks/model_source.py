@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
-import importlib.util
 import pickle
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tfpar import config
+from tfpar.checks import users_module
 from tfpar.messages.received import quoted
 
 
@@ -64,49 +60,18 @@ def function_of(name: str) -> Callable[[], Any]:
 
     Raises:
         ValueError: If there is no such function.
+        RuntimeError: If its file trains, or calls the doctor, on import.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute.isidentifier():
         raise ValueError(
             f'A function is named as "file.py:function" or "package.module:function", received {quoted(name)}.'
         )
-    with _devices_of_the_doctor():
-        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    found = getattr(module, attribute, None)
+    found = getattr(users_module.imported(place), attribute, None)
     if not callable(found):
         raise ValueError(f"{quoted(place)} has no function {quoted(attribute)}.")
     function: Callable[[], Any] = found
     return function
-
-
-@contextlib.contextmanager
-def _devices_of_the_doctor() -> Iterator[None]:
-    """Ignore what a script sets about devices and threads: TensorFlow already runs here, on those of the doctor."""
-    import tensorflow as tf
-
-    settings = (
-        (tf.config, ("set_logical_device_configuration", "set_visible_devices")),
-        (tf.config.experimental, ("set_memory_growth", "set_virtual_device_configuration", "set_visible_devices")),
-        (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
-    )
-    with contextlib.ExitStack() as stack:
-        for owner, names in settings:
-            for name in names:
-                stack.enter_context(mock.patch.object(owner, name, lambda *args, **kwargs: None))
-        yield
-
-
-@functools.cache  # once for the model function and the data
-def _module_of_file(path: Path) -> Any:
-    # As a script's own folder is when Python runs it; its name is not "__main__", so that it does not train.
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_user", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"There is no file {quoted(str(path))}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_trainer(source: ModelSource, strategy: Any, dtype: str | None) -> tuple[Any, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-_LIBRARIES = {str(Path(file).resolve().parent) for file in (json.__file__, signal.__file__)}
-_OURS = Path(__file__).resolve().parents[1]
+_PACKAGES = {"site-packages", "dist-packages"}
+_LIBRARIES = {Path(signal.__file__).resolve().parent, Path(__file__).resolve().parents[1]}  # of Python, and tfpar
 
 
 class Frame(Protocol):
@@ -51,7 +50,7 @@ def is_users(file: str) -> bool:
     if file.startswith("<"):
         return False
     path = Path(file).resolve()
-    return "/site-packages/" not in str(path) and _OURS not in path.parents and str(path.parent) not in _LIBRARIES
+    return _PACKAGES.isdisjoint(path.parts) and _LIBRARIES.isdisjoint(path.parents)
 
 
 def function_at(file: str, line: int) -> str:
