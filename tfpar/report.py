@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         output = _output()
         runs = [recorded_run.read(folder) for folder in folders]
         written = _one(folders[0], output) if len(runs) == 1 else _several(runs, output)
-        print(_text(runs), line("report", str(written)), sep="\n")
+        print(_text(runs, written))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -109,15 +109,16 @@ def _several(runs: Sequence[RecordedRun], output: Path | None) -> Path:
     return output
 
 
-def _text(runs: Sequence[RecordedRun]) -> str:
-    """Return a summary of one run, or of all."""
+def _text(runs: Sequence[RecordedRun], written: Path) -> str:
+    """Return a summary of one run, or of all, and where the report is."""
     if len(runs) > 1:
-        return comparison.text(runs) + "\n"
+        return f"{comparison.text(runs)}\n\n{line('report', str(written))}"
     (run,) = runs
     rows = {"run": str(run.folder), **page.headline(run)}
-    columns = 2 + max(map(len, rows))
+    columns = 2 + max(map(len, [*rows, "report"]))
     lines = [line(page.shown(name), page.shown(value), columns) for name, value in rows.items()]
     lines += [line("note", page.shown(note), columns) for note in run.notes]
+    lines.append(line("report", str(written), columns))
     return "\n".join(lines)
 
 

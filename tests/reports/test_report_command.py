@@ -35,7 +35,8 @@ def test_one_run_gets_its_report_again_without_tensorflow(runs: Path) -> None:
     Page((runs / "one" / "report.html").read_text()).assert_loads_nothing()
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[-1] == "report     runs/one/report.html"
+    columns = {line.index(line.split(maxsplit=2)[1]) for line in (lines[0], lines[-1])}
+    assert (lines[-1].split(), len(columns)) == (["report", "runs/one/report.html"], 1), lines
     assert any(line.split() == ["step", "10.0", "ms"] for line in lines), lines
 
 
@@ -130,6 +131,9 @@ def test_a_run_that_still_trains_is_reported_until_now(runs: Path, capsys: pytes
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert call_report("runs/one", "--output=until_now.html") == 0
         assert "still training" in capsys.readouterr().out
+        recorded.write(Path("runs/new"), MIRRORED, recorded.epochs(1))
+        assert call_report("runs/new") == 0
+        assert " 1 epoch, " in capsys.readouterr().out
         assert call_report("runs/one", "runs/two") == 0
     assert "one is still training" in Path("comparison.html").read_text()
 

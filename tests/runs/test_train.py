@@ -234,9 +234,12 @@ def test_print_config_prints_the_run_and_does_not_start_tensorflow(tmp_path: Pat
 def test_the_audit_says_how_the_workers_share_the_examples(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     call = command.InProcess(capfd, monkeypatch, tmp_path)
     flags = ["--config", str(ROOT / "configs" / "regression_small.toml"), *settings("data.num_examples=64")]
-    assert call(*flags, "--audit", "2").out.startswith("sharding  by batch, because ")
+    printed = call(*flags, "--audit", "2").out
+    assert printed.startswith("sharding   by batch, because ")
+    assert len(printed.partition("\n\n")[0].splitlines()) > 1, "lines of at most 80 columns"
 
 
 @pytest.mark.usefixtures("logical_cpus")

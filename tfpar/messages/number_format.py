@@ -32,6 +32,16 @@ def figure(value: Any) -> str:
     return f"{value:.4f}" if size >= 0.01 else f"{value:.3g}"
 
 
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one.
+
+    Example:
+        >>> counted(1, "epoch"), counted(1500, "step")
+        ('1 epoch', '1,500 steps')
+    """
+    return f"{figure(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def three_digits(value: float) -> str:
     """Return a number of at least 0 with three digits, or with all digits before the point.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import toml
-from tfpar.messages.number_format import figure, three_digits
+from tfpar.messages.number_format import counted, figure, three_digits
 from tfpar.messages.received import excerpt
 from tfpar.planning.quantities import duration, memory
 from tfpar.reports import events, markup, pictures
@@ -88,7 +88,7 @@ def headline(run: RecordedRun) -> dict[str, str]:
     rows = {"state": STATUSES.get(run.status, run.status)}
     epochs, steps = figures.get("epochs", figures.get("epoch")), figures.get("steps", figures.get("step"))
     if is_number(epochs) and is_number(steps):
-        rows["trained"] = f"{figure(epochs)} epochs, {figure(steps)} steps"
+        rows["trained"] = f"{counted(epochs, 'epoch')}, {counted(steps, 'step')}"
     for name in pictures.metric_names(run):
         value, validation = (figures.get(one) for one in (name, f"val_{name}"))
         shown = [figure(value)] if is_number(value) else []

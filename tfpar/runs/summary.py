@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar.messages.number_format import LABEL_COLUMNS, figure, line
+from tfpar.messages.number_format import LABEL_COLUMNS, counted, figure, line
 from tfpar.runs.directory import RunDirectory
 
 _SPEED = ("examples_per_second", "step_milliseconds", "data_wait_share")
@@ -43,7 +43,7 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
         results: What `results.json` holds.
     """
     metrics = {name: value for name, value in results.items() if name not in ("epochs", "steps", *_SPEED)}
-    rows = {"trained": f"{_count(results['epochs'], 'epoch')}, {_count(results['steps'], 'step')}"}
+    rows = {"trained": f"{counted(results['epochs'], 'epoch')}, {counted(results['steps'], 'step')}"}
     for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
         if not name.startswith("val_"):
             validation = metrics.get(f"val_{name}")
@@ -61,10 +61,6 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
     }
     columns = max(LABEL_COLUMNS, 2 + max(map(len, rows)))
     return "\n".join(line(name, text, columns) for name, text in rows.items())
-
-
-def _count(number: float, noun: str) -> str:
-    return f"{figure(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def _speed(results: Mapping[str, Any]) -> str:

@@ -304,7 +304,7 @@ def audit(run: config.Run, num_workers: int) -> bool:
     trainer = make_trainer(run, strategies.SingleDevice())
     batches = data.as_dataset(run_data.training_batches(run, trainer))
     found = data.audit(batches if isinstance(batches, data.Sharded) else data.global_batches(batches), num_workers)
-    print(f"sharding  {sharding_of(trainer)}\n\n{found}")
+    print(line("sharding", sharding_of(trainer)), found, sep="\n\n")
     return found.ok
 
 

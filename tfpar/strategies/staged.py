@@ -232,6 +232,8 @@ class Staged(SingleReplica):
         """Return the measured stages, the predicted step and the picture of its schedule."""
         prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
         between_workers = describe_traffic(self._planner.grids_of(model))
+        divided = self._planner.divided_stages(model)
+        lines = [line for layout, calls in divided for line in lines_of(calls.calls, layout)]
         table = stages_table(
             prediction.rows,
             prediction.planned,
@@ -241,11 +243,8 @@ class Staged(SingleReplica):
             between_workers,
             self.num_workers,
             self.settings.num_shards,
+            ["The memory is that of all shards of a stage together.", *lines] if divided else [],
         )
-        divided = self._planner.divided_stages(model)
-        lines = [line for layout, calls in divided for line in lines_of(calls.calls, layout)]
-        if divided:
-            table = "\n".join([table, "", "The memory is that of all shards of a stage together.", *lines])
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:

@@ -57,6 +57,7 @@ def stages_table(
     between_workers: str | None = None,
     num_workers: int = 1,
     num_shards: int = 1,
+    notes: Sequence[str] = (),
 ) -> str:
     """Format the stages of a pipeline as a table, with the layers of each stage on a separate line.
 
@@ -69,6 +70,7 @@ def stages_table(
         between_workers: What workers send one another in a step, in words; None for one worker.
         num_workers: The number of workers with such a pipeline each.
         num_shards: The number of devices of a stage.
+        notes: Lines below the table.
 
     Returns:
         The lines of the table.
@@ -109,6 +111,7 @@ def stages_table(
         last = [] if row.num_layers == 1 else [f"... {row.last_layer}"]
         one_line = " ".join([row.first_layer, *last])
         lines += [f"{indent}{name}" for name in ([one_line] if len(one_line) < 70 else [row.first_layer, *last])]
+    lines += ["", *notes] if notes else []
     if between_workers is not None:
         lines += ["", line("network", between_workers)]
     if planned is not None:
