@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -45,6 +45,23 @@ def test_mixed_float16_scales_the_loss_and_skips_a_step_that_overflows() -> None
         trainer.fit(batch, epochs=20, verbose=0)
     assert_same_state(state(other.model), state(one.model), 1e-5)
     assert np.max(np.abs(one.model.get_weights()[0] - before[0])) > 0
+
+
+class Example(NamedTuple):
+    """An element of a dataset; tf.data keeps its class, and Keras makes a tuple of it."""
+
+    features: tf.Tensor
+    label: tf.Tensor
+
+
+def test_named_tuples_train_as_tuples() -> None:
+    strategy = tfpar.Pipeline(2, 2, balance="parameters")
+    expected = tfpar.Trainer(deep, tfpar.SingleDevice(), seed=0)
+    expected.fit(labelled(), verbose=0)
+    trainer = tfpar.Trainer(deep, strategy, seed=0)
+    named = labelled().map(Example)
+    trainer.fit(named, validation_data=named, verbose=0)
+    assert_same_state(state(trainer.model), state(expected.model), 1e-5)
 
 
 def test_run_eagerly_and_several_steps_a_call_change_nothing() -> None:

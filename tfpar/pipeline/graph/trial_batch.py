@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -81,7 +81,7 @@ class Examples:
         """
         if _structure(batch) not in self._examples:
             self.keep(batch)
-        return self._examples[_structure(batch)]
+        return tf.nest.pack_sequence_as(batch, tf.nest.flatten(self._examples[_structure(batch)]))
 
 
 def pairs_of_parts(batch: Any) -> list[tuple[Any, Any]]:
@@ -125,7 +125,12 @@ def moving_statistics(of_synchronized: bool = False) -> Iterator[None]:
 
 
 def _structure(batch: Any) -> str:
-    return str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))
+    """Return the structure of a batch; a named tuple has that of a tuple, which replaces it in steps."""
+    if isinstance(batch, Mapping):
+        return str({key: _structure(batch[key]) for key in sorted(batch)})
+    if isinstance(batch, tuple | list):
+        return str([_structure(part) for part in batch])
+    return str(batch is not None)
 
 
 def _permutations(tensor: Any) -> Any:
