@@ -60,22 +60,29 @@ def with_layer(apply: Callable[[Any], Any]) -> Callable[[], keras.Model]:
     return build
 
 
+def sum_of_halves(stacked: Any) -> Any:
+    """Return the sum of two tensors that are concatenated along the batch."""
+    size = tf.shape(stacked)[0] // 2
+    return stacked[:size] + stacked[size:]
+
+
 class OwnCall(keras.Model):
     """A model with a batch-dependent `call`."""
 
-    def __init__(self, reads_values: bool) -> None:
+    def __init__(self, reads_values: bool, first: Any) -> None:
         super().__init__(name="own")
         self.hidden, self.head, self.reads_values = layers.Dense(4, "tanh"), layers.Dense(3), reads_values
+        self.first = first
 
     def call(self, inputs: Any) -> Any:
-        hidden = self.hidden(inputs)
+        hidden = self.first(self.hidden(inputs))
         if self.reads_values and not isinstance(hidden, keras.KerasTensor) and tf.executing_eagerly():
             assert np.isfinite(hidden.numpy()).all()
         return self.head(hidden - ops.mean(hidden, axis=0))
 
 
-def own_call(reads_values: bool = False) -> keras.Model:
-    model = OwnCall(reads_values)
+def own_call(reads_values: bool = False, first: Any = lambda hidden: hidden) -> keras.Model:
+    model = OwnCall(reads_values, first)
     model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -86,6 +93,10 @@ BATCH_DEPENDENT: dict[str, Callable[[], keras.Model]] = {
     "mean": with_layer(lambda x: x - ops.mean(x, axis=0)),
     "softmax": with_layer(lambda x: layers.Softmax(axis=0, name="softmax")(x)),
     "own": lambda: own_call(reads_values=True),
+    "several rows of an example": with_layer(lambda x: ops.reshape(Centred()(ops.reshape(x, (-1, 2))), (-1, 4))),
+    "concatenated batches": with_layer(lambda x: layers.Lambda(sum_of_halves)(ops.concatenate([x, 2 * x], axis=0))),
+    "after a layer that gathers": with_layer(lambda x: layers.Softmax(axis=0)(Gathers()(x))),
+    "own after a layer that gathers": lambda: own_call(first=Gathers()),
 }
 
 
@@ -127,6 +138,18 @@ def test_predictions_of_gathered_layers_are_those_of_one_device() -> None:
 
 def test_a_layer_that_calls_gather_needs_no_argument() -> None:
     small.assert_trains_as_one_device(with_layer(lambda x: Gathers()(x)), small.data)
+
+
+def test_gather_of_several_rows_of_an_example_is_refused() -> None:
+    """Replicas had taken the first of these rows alone."""
+
+    class GathersTokens(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return inputs - ops.mean(tfpar.gather(ops.reshape(inputs, (-1, 2))))
+
+    trainer = tfpar.Trainer(with_layer(lambda x: GathersTokens()(x)), tfpar.Mirrored(TWO))
+    with pytest.raises(ValueError, match=r"one row for each example of a batch, received .* \(8, 2\) for 4 examples"):
+        trainer.fit(small.data(), verbose=0)
 
 
 def test_masks_random_layers_and_batch_normalization_are_accepted() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar._compat.tf_divided_memory import memories_of
 from tfpar.pipeline.graph.trial_batch import moving_statistics
@@ -262,7 +261,7 @@ class LossDecomposition:
         """Return the trial for losses inside of `call`, as replicas or micro-batches compute them."""
         if self._whole_in_call[training]:
             return Trial()
-        return PartTrial(self.ways[training], int(data.num_rows(parts[2]))) if self.ways[training] else None
+        return PartTrial(self.ways[training]) if self.ways[training] else None
 
     def to_json(self) -> str:
         """Return the kinds of the losses as JSON, for a broadcast."""

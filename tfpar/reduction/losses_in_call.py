@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call
 from tfpar.reduction.losses import dense_losses
-from tfpar.reduction.whole_batch import LossSums, SumsOfParts, sums_of
+from tfpar.reduction.sums_of_parts import LossSums, SumsOfParts, sums_of
 
 Way = Literal["alone", "sum", "by weight", "whole"]
 _WITHOUT_TOTALS = ("alone", "sum")
@@ -172,18 +172,21 @@ class PartTrial:
 
     Args:
         ways: The ways of the losses, in their order.
-        num_examples: The size of the batch. Its first part is one example, its second part all others.
     """
 
-    def __init__(self, ways: Sequence[Way], num_examples: int) -> None:
-        self._ways, self._num_examples = ways, num_examples
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self._ways, self._num_examples = ways, 0
         self._recorded: list[LossSums] = []
         self._sums: list[SumsOfParts] = []
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the losses of the batch inside this context."""
-        self._recorded, self._sums = [], []
+    def recording(self, num_examples: int) -> Iterator[None]:
+        """Record the losses of the batch inside this context.
+
+        Args:
+            num_examples: The size of the batch. Its first part is one example, its second part all others.
+        """
+        self._recorded, self._sums, self._num_examples = [], [], num_examples
 
         def record(loss: Any, sums: LossSums) -> tf.Tensor:
             self._recorded.append(sums)

@@ -16,8 +16,8 @@ from tfpar.reduction import trial_losses
 from tfpar.reduction.metric_logs import all_metrics
 from tfpar.reduction.part_trials import Named, Value, trial_of
 from tfpar.reduction.sum_or_mean import kinds_of
+from tfpar.reduction.sums_of_parts import ROUNDING
 from tfpar.reduction.trial_examples import Examples, made_up
-from tfpar.reduction.whole_batch import ROUNDING
 
 _REFUSAL = (
     "The state of a metric must {rule}, and that of {name!r} for a batch is not {relation} its parts. Let update_state "

@@ -286,7 +286,7 @@ def check(model: keras.Model, batch: Any) -> None:
     for objective in objectives_of(model):
         with unchanged(model):
             again, trial = _values(objective, both, False), Trial()
-            with trial.recording():
+            with trial.recording(int(data.num_rows(both))):
                 whole = _values(objective, both, False)
             parts = []
             for start, part in enumerate((first, others)):

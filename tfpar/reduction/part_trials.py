@@ -193,7 +193,7 @@ def trial_of(examples: Examples, values_of: Callable[[Examples], Named], trial: 
     starts = np.cumsum((0, *examples.sizes))[:-1].tolist()
     with contextlib.suppress(Exception):
         again = values_of(examples)
-        with trial.recording() if trial else contextlib.nullcontext():
+        with trial.recording(sum(examples.sizes)) if trial else contextlib.nullcontext():
             whole = values_of(examples)
         parts = []
         for start, part in zip(starts, examples.parts(), strict=True):

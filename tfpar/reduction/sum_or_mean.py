@@ -13,7 +13,8 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_losses_in_call, keras_model, random_state, tf_distribute, typical_draws
 from tfpar.reduction.losses_in_call import PartTrial
-from tfpar.reduction.whole_batch import Trial, add_up
+from tfpar.reduction.sums_of_parts import add_up
+from tfpar.reduction.whole_batch import Trial
 
 Kind = Literal["mean", "sum"]
 RULE = "must be a sum or a mean over the batch to be computed by replicas or micro-batches"
@@ -112,7 +113,7 @@ def kinds_of(
     """
 
     def measure(tolerance: float) -> list[list[float]]:
-        with trial.recording() if trial else keras_losses_in_call.losses_in_call():
+        with trial.recording(int(data.num_rows(parts[2]))) if trial else keras_losses_in_call.losses_in_call():
             both = losses_of(model, parts[2])
         found = []
         for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss: skip two slow calls

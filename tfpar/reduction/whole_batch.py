@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call
-from tfpar.reduction.losses import BatchWeights, dense_losses, loss_sums
+from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
+from tfpar.reduction.sums_of_parts import SumsOfParts, sums_of
 
 
 class Rows(abc.ABC):
@@ -33,13 +35,15 @@ class Rows(abc.ABC):
         """Return the rows of the part from those of the whole batch."""
 
 
-ROUNDING = 1e-6  # of the values of parts, which may cancel in that of the batch
-
-# The sum and weight of a loss, scalars.
-LossSums = tuple[tf.Tensor, tf.Tensor]
-
 # The last one is active. It is not thread-local: the replicas of MirroredStrategy are threads.
 _rows: list[Rows] = []
+
+
+class _OfThread(threading.local):
+    has_all_rows = False
+
+
+_of_thread = _OfThread()
 
 
 @contextlib.contextmanager
@@ -70,7 +74,17 @@ def gather(tensor: Any) -> Any:
         ...     def call(self, inputs):
         ...         return inputs - keras.ops.mean(tfpar.gather(inputs), axis=0)
     """
-    return _rows[-1].gather(tf.convert_to_tensor(tensor)) if _rows else tensor
+    return _rows[-1].gather(tf.convert_to_tensor(tensor)) if _rows and not _of_thread.has_all_rows else tensor
+
+
+@contextlib.contextmanager
+def having_all_rows() -> Iterator[None]:
+    """Let `gather` return its argument in this thread, that of a replica: the call inside has the whole batch."""
+    before, _of_thread.has_all_rows = _of_thread.has_all_rows, True
+    try:
+        yield
+    finally:
+        _of_thread.has_all_rows = before
 
 
 def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
@@ -81,57 +95,6 @@ def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         num_rows: The number of examples of the replica.
     """
     return _rows[-1].own(tensor, num_rows) if _rows else tensor
-
-
-def sums_of(loss: Any) -> LossSums | None:
-    """Return the sum and weight of a loss over the given examples, scalars; None for a loss without reduction.
-
-    Args:
-        loss: The arguments of Keras' reduction: values, sample weight, mask, reduction and dtype.
-    """
-    if not reduces(*loss):
-        return None
-    values, sample_weight, mask, reduction, dtype = loss
-    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype)
-    total, weight = loss_sums(values, sample_weight, mask, reduction or "", dtype)
-    return total, tf.ones_like(total) if weight is None else tf.cast(weight, total.dtype)
-
-
-def add_up(value: float, expected: float, tolerance: float, largest_part: float) -> bool:
-    """Return whether the value of the parts of a batch is that of the batch.
-
-    Args:
-        value: That of the parts together.
-        expected: That of the batch.
-        tolerance: The largest relative difference.
-        largest_part: The largest value of a part; parts may cancel, and their rounding remains.
-    """
-    return abs(value - expected) <= max(tolerance * max(abs(value), abs(expected), 1e-12), ROUNDING * largest_part)
-
-
-class SumsOfParts:
-    """The sums of a loss in `call` for a batch and for its parts, which must add up.
-
-    Those of a similarity over `axis=0` do not: each value of it is one of the whole batch.
-    """
-
-    def __init__(self, is_sum: bool, whole: LossSums) -> None:
-        self._is_sum, self._whole, self._parts = is_sum, whole, list[LossSums]()
-
-    def add(self, part: LossSums) -> None:
-        """Add the sum and weight of a part."""
-        self._parts.append(part)
-
-    def add_up(self, tolerance: float) -> bool:
-        """Return whether those of the parts give the loss of the batch; also where no part computes it."""
-        if not self._parts:
-            return True
-        total, weight = (float(sum(column)) for column in zip(*self._parts, strict=True))
-        loss, largest = float(self._whole[0]), max(abs(float(part[0])) for part in self._parts)
-        if not self._is_sum:
-            total, loss = total / (weight or 1.0), loss / (float(self._whole[1]) or 1.0)
-            largest /= abs(weight) or 1.0
-        return add_up(total, loss, tolerance, largest)
 
 
 class Trial(Rows):
@@ -145,7 +108,7 @@ class Trial(Rows):
 
     Example:
         >>> trial = Trial()
-        >>> with trial.recording():
+        >>> with trial.recording(num_examples=8):
         ...     whole = model(batch)
         >>> with trial.replaying(start=0):
         ...     part = model(part_of_batch)
@@ -155,7 +118,7 @@ class Trial(Rows):
         self._gathers, self._replays_losses = gathers, replays_losses
         self._values: list[Any] = []
         self._replayed: Iterator[Any] | None = None
-        self._start = 0
+        self._start = self._num_examples = 0
         self._sums: list[SumsOfParts] = []
         self._summed: Iterator[SumsOfParts] = iter(())
 
@@ -165,8 +128,13 @@ class Trial(Rows):
         return len(self._values)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record inside this context the values that a model's `call` computes on the whole batch."""
+    def recording(self, num_examples: int) -> Iterator[None]:
+        """Record inside this context the values that a model's `call` computes on the whole batch.
+
+        Args:
+            num_examples: The size of that batch.
+        """
+        self._num_examples = num_examples
         self._values, self._replayed, self._sums = [], None, []
         with self._losses_in_call(), knowing(self):
             yield
@@ -183,9 +151,19 @@ class Trial(Rows):
             yield
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the recorded rows; those of the part have a gradient, as on a replica."""
+        """Return the recorded rows; those of the part have a gradient, as on a replica.
+
+        Raises:
+            ValueError: If the tensor of the whole batch has no or several rows for an example.
+        """
         if not self._gathers:
             return tensor
+        if self._replayed is None and tensor.shape[:1] != [self._num_examples]:
+            raise ValueError(
+                "tfpar.gather takes one row for each example of a batch, received a tensor of shape "
+                f"{tensor.shape} for {self._num_examples} examples. Reshape it to [examples, ...] before, and the "
+                "result after."
+            )
         whole = self._value(lambda: tensor)
         if self._replayed is None or not tensor.dtype.is_floating:
             return whole
@@ -320,8 +298,3 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
 
     with keras_losses_in_call.losses_in_call(reduce):
         yield
-
-
-def reduces(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> bool:
-    """Return whether Keras reduces a loss to a scalar; the arguments are those of Keras' reduction."""
-    return reduction not in (None, "none") and len(values.shape) > 0

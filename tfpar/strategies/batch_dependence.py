@@ -26,6 +26,7 @@ from tfpar.strategies.model_trial import mixes
 BatchDependentLayers = Literal["refuse", "gather"]
 
 NUM_EXAMPLES = 4
+_SEVERAL = -1  # in place of an axis
 _NAMES = "Every layer must compute each example alone, or replicas change the result, received"
 
 
@@ -127,7 +128,7 @@ def _gathers(model: keras.Model, inputs: Any, training: bool) -> bool:
     """Return whether a model's `call` gathers the batch or computes a loss over the whole batch."""
     trial = whole_batch.Trial()
     with (
-        trial.recording(),
+        trial.recording(int(data.num_rows(inputs))),
         keras.StatelessScope(),
         tf_function.own_traces(),
         keras_losses.collect_added_losses(list),
@@ -154,7 +155,8 @@ def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool
     calls = [] if graph is None else [call for call in graph.calls if call.name in names]
     own = {id(operation) for operation in _operations(model)}
     mixed = [Mixed(model)]
-    if graph is not None and calls and all(id(call.operation) in own for call in calls):
+    complete = len({call.name for call in calls}) == len(names)  # else operations have another name in each trace
+    if graph is not None and calls and complete and all(id(call.operation) in own for call in calls):
         axes = _axes(graph, standardize(model, inputs), training)
         if {axes[value] for call in calls for value in (*call.inputs, *call.outputs)} <= {0, None}:
             mixed = [_mixed(call, axes) for call in calls]
@@ -165,16 +167,25 @@ def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool
 
 
 def _axes(graph: Graph, inputs: Sequence[Any], training: bool) -> dict[Value, int | None]:
-    """Return the axis of the examples in each value of a graph; None for a value that does not depend on the batch."""
+    """Return the axis of the examples in each value of a graph, `_SEVERAL` where an example has several rows.
+
+    It is None for a value that does not depend on the batch.
+    """
     sizes: list[dict[Value, Any]] = []
-    for size in (len(inputs[0]), len(inputs[0]) // 2):
+    batches = len(inputs[0]), len(inputs[0]) // 2
+    for size in batches:
         known = dict(zip(graph.inputs, (tensor[:size] for tensor in inputs), strict=True))
         with keras.StatelessScope(), keras_losses.collect_added_losses(list):
             run(graph.calls, known, training)
         sizes.append({value: tuple(tensor.shape) for value, tensor in known.items()})
     return {
         value: next(
-            (axis for axis, pair in enumerate(zip(shape, sizes[1][value], strict=True)) if len(set(pair)) > 1), None
+            (
+                axis if pair == batches else _SEVERAL
+                for axis, pair in enumerate(zip(shape, sizes[1][value], strict=True))
+                if len(set(pair)) > 1
+            ),
+            None,
         )
         for value, shape in sizes[0].items()
     }
@@ -209,7 +220,8 @@ def _on_whole_batch(mixed: Mixed, call: Callable[..., Any]) -> Callable[..., Any
         examples = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _has_rows(leaf)]
         args = gathered(args, mixed.args)
         kwargs = {name: gathered(value, (mixed.kwargs or {}).get(name)) for name, value in kwargs.items()}
-        outputs = call(*args, **kwargs)
+        with whole_batch.having_all_rows():
+            outputs = call(*args, **kwargs)
         num_rows = tf.shape(examples[0])[0] if examples else None
         return _map(lambda leaf: whole_batch.own_rows(leaf, num_rows), outputs, mixed.outputs)
 

@@ -89,7 +89,7 @@ class _ModelTrial:
         return not all(close(_rows(one, rows), _rows(two, rows)) for one, two in zip(expected, doubled, strict=True))
 
     def _recorded(self, seed: int = 0) -> list[Any]:
-        with self._whole.recording():
+        with self._whole.recording(2 * self._size):
             return self._outputs(self._inputs, seed)
 
     def _replayed(self, inputs: Any, start: int, seed: int = 0) -> list[Any]:

@@ -73,7 +73,7 @@ def find(model: keras.Model, batch: Any, training: bool, gathers: bool = True) -
     parts: list[_States] = [{}, {}]
     with typical_draws.typical_draws(), mock.patch.object(tf.distribute.ReplicaContext, "all_reduce", all_reduce):
         for step in range(_NUM_STEPS):
-            with trial.recording():
+            with trial.recording(2 * size):
                 after = _after_step(model, inputs, whole, owners, step, training)
             if after is None:
                 return _NONE
