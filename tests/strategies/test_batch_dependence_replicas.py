@@ -206,6 +206,29 @@ def test_a_stateful_layer_is_refused(strategy: Callable[[], tfpar.Strategy], bid
         train()
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [gathering, lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2), lambda: tfpar.Pipeline(2, 1)],
+    ids=["replicas", "replicas of shards", "one micro-batch"],
+)
+def test_a_layer_that_replaces_images_of_unknown_batches_is_refused_in_training(
+    strategy: Callable[[], tfpar.Strategy],
+) -> None:
+    """Keras 3.15 copies the first image to all others where a step does not know how many there are."""
+
+    def build() -> keras.Model:
+        images = keras.Input((4, 4, 1))
+        distorted = layers.RandomElasticTransform(1.0, (1e-9, 1e-9), value_range=(0, 1), name="distorts")(images)
+        model = keras.Model(images, layers.Dense(1)(layers.Flatten()(distorted)))
+        model.compile("sgd", "mse")
+        return model
+
+    images, trainer = np.random.default_rng(0).random((8, 4, 4, 1), "float32"), tfpar.Trainer(build, strategy())
+    assert trainer.predict(images, verbose=0).shape == (8, 1)
+    with pytest.raises(ValueError, match=r"received 'distorts'.* the distorted first one.* SingleDevice\(\)"):
+        trainer.fit(images, np.zeros((8, 1)), batch_size=8, verbose=0)
+
+
 def test_a_layer_with_a_fixed_batch_size_is_refused() -> None:
     def build() -> keras.Model:
         features = keras.Input(batch_shape=(8, 3, 2))

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model, random_state, tf_function
-from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, check_stateless, find_batch_dependence
+from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, check_sizes, check_stateless, find_batch_dependence
 from tfpar.pipeline.graph.tracing import Call, Graph, Value, run, standardize, trace
 from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 from tfpar.reduction import whole_batch
@@ -90,7 +90,9 @@ def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
     Raises:
         ValueError: If the model fails on parts of a batch, or keeps a state for each example.
     """
-    check_stateless(keras_model.all_layers(model))
+    found = keras_model.all_layers(model)
+    check_stateless(found)
+    check_sizes(found, training)
     inputs = few_examples(batch)
     graph = _graph(model, inputs)
     if graph is None:

@@ -27,7 +27,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.link_timing import measure_transfers
 from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.graph import tracing as model_graph
-from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
+from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_sizes, check_synchronized
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
@@ -243,6 +243,7 @@ class StagePlanner:
 
     def _check_batch_dependence(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
         """Refuse batch-dependent layers in training or in inference; check once per compilation."""
+        check_sizes(keras_model.all_layers(model), training)
         compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
         is_alone = self._schedule.num_microbatches == 1 and self._agree is None
         if is_alone or self._allow_batch_dependence or checked.get(training, self) is compilation:

@@ -119,6 +119,31 @@ def check_synchronized(graph: Graph) -> None:
             )
 
 
+def check_sizes(found: Iterable[keras.Layer], training: bool) -> None:
+    """Raise an error if a layer distorts other images where the size of a batch is unknown while a step is traced.
+
+    In steps on parts of a batch it is unknown, in a trial and in most steps on one device it is known.
+
+    Args:
+        found: The layers of a model at every depth.
+        training: Whether the model trains; in inference images stay as they are.
+
+    Raises:
+        ValueError: If the model trains with a `RandomElasticTransform`.
+
+    Example:
+        >>> check_sizes([keras.layers.RandomElasticTransform()], training=False)
+    """
+    for layer in found:
+        if training and isinstance(layer, layers.RandomElasticTransform):
+            raise ValueError(
+                "Every layer must compute each example alone, or parts of a batch change the result, received "
+                f"{layer.name!r}: RandomElasticTransform of Keras {keras.__version__} replaces all images by the "
+                "distorted first one, where a step does not know the size of its batch. Call the layer in the dataset, "
+                "with batches of a fixed size, or train on SingleDevice()."
+            )
+
+
 def check_stateless(found: Iterable[keras.Layer]) -> None:
     """Raise an error if a recurrent layer keeps its state for the next batch.
 
@@ -159,8 +184,8 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         The names of the layer calls, in the order of the graph.
 
     Raises:
-        ValueError: If a layer call does not run on any number of examples, keeps a state for each of them, or draws
-            from NumPy or Python.
+        ValueError: If a layer call does not run on any number of examples, keeps a state for each of them, draws
+            from NumPy or Python, or needs to know how many there are.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -168,7 +193,9 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         >>> find_batch_dependence(trace(model), [np.ones((4, 4))]).calls
         ('mixes',)
     """
-    check_stateless(layer for call in graph.calls for layer in layers_of(call))
+    found = [layer for call in graph.calls for layer in layers_of(call)]
+    check_stateless(found)
+    check_sizes(found, training)
     calls, is_ragged = _calls_of_outputs(graph), any(isinstance(tensor, tf.RaggedTensor) for tensor in inputs)
     if not is_ragged and all(is_batch_independent(call, training) for call in calls):
         return BatchDependence(
