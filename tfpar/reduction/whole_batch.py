@@ -158,7 +158,7 @@ class Trial(Rows):
         """
         if not self._gathers:
             return tensor
-        if self._replayed is None and tensor.shape[:1] != [self._num_examples]:
+        if self._replayed is None and not tensor.shape[:1].is_compatible_with([self._num_examples]):
             raise ValueError(
                 "tfpar.gather takes one row for each example of a batch, received a tensor of shape "
                 f"{tensor.shape} for {self._num_examples} examples. Reshape it to [examples, ...] before, and the "
