@@ -69,7 +69,7 @@ def _without_training(place: str) -> Iterator[None]:
     from tfpar.checks import examination
 
     refusal = RuntimeError(
-        f"The doctor imports {quoted(place)} for its functions, and would train, or call the doctor, again. Put these "
+        f"The doctor imports {quoted(Path(place).name)} for its functions, and would train, or call the doctor, again. Put these "
         'calls under `if __name__ == "__main__":`.'
     )
     with contextlib.ExitStack() as stack:
