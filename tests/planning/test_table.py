@@ -135,7 +135,7 @@ def test_json_has_the_plan() -> None:
     assert found["rows"][0] == {
         "rank": 1, "layout": "Mirrored(4)", "step_seconds": 0.2, "examples_per_second": 320.0,
         "times_one": pytest.approx(3.82), "memory_bytes": GB, "fits": True, "lacks": "", "largest_batch": None,
-        "waits": {"bubble": 0.0}, "settings": {"kind": "mirrored"}, "measured_seconds": None,
+        "waits": {"bubble": 0.0}, "settings": {"kind": "mirrored"}, "measured_seconds": None, "forward_seconds": None,
     }  # fmt: skip
 
 
