@@ -69,8 +69,8 @@ def _without_training(place: str) -> Iterator[None]:
     from tfpar.checks import examination
 
     refusal = RuntimeError(
-        f"The doctor imports {quoted(Path(place).name)} for its functions, and would train, or call the doctor, again. Put these "
-        'calls under `if __name__ == "__main__":`.'
+        f"The doctor imports {quoted(Path(place).name)} for its functions, and would train, or call the doctor, again. "
+        'Put these calls under `if __name__ == "__main__":`.'
     )
     with contextlib.ExitStack() as stack:
         for owner, name in ((keras.Model, "fit"), (tfpar.Trainer, "fit"), (examination, "examine")):
