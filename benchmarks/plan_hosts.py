@@ -2,8 +2,8 @@
 
     python -m benchmarks plan_hosts
 
-The planner measures one host of four devices, whose layers sleep, and is told the rate of the link. Each layout is then
-trained by two workers, on hosts of their own with that rate. It needs root, for the hosts.
+The planner measures one host of four devices whose layers sleep; the rate of the link is given. Two workers train each
+layout on two hosts with that rate. It needs root, for the hosts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from benchmarks import process
 from benchmarks.harness import Experiment, Finding, Output
 from benchmarks.plan import ratios
 
-# Of the bytes on a link, those that are not of headers: 1448 of 1514.
-PAYLOAD = 1448 / 1514
 MOST_ERROR = 0.08
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import os
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 
 from benchmarks import process
@@ -15,13 +11,17 @@ from benchmarks.harness import Output
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 import tfpar
-from benchmarks.pipelines.sleeping_worker import sleeping_model, use_sleeping_cpus
-from benchmarks.plan_hosts import PAYLOAD
+from benchmarks.pipelines.sleeping import PAYLOAD
+from benchmarks.pipelines.sleeping_worker import (
+    describe_job,
+    median_step_seconds,
+    sleeping_model,
+    use_sleeping_cpus,
+)
 from tfpar.pipeline.schedule.links import Link
 from tfpar.planning.layouts import Layout
 from tfpar.planning.measurement import measure, strategy_of
@@ -46,9 +46,7 @@ def run(setting: Mapping[str, object], rank: int, addresses: Sequence[str]) -> O
         rank: Which worker this is.
         addresses: The addresses of all workers; empty for one.
     """
-    if addresses:
-        job = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
-        os.environ["TF_CONFIG"] = json.dumps(job)
+    describe_job(rank, addresses)
     use_sleeping_cpus(len(DEVICES))
     hosts, number = setting["hosts"], setting["number"]
     assert isinstance(hosts, dict)
@@ -71,10 +69,7 @@ def _planned(megabits_per_second: int, width: int, batch: int, num_hosts: int) -
 def _measured(layout: Layout, width: int, batch: int) -> float:
     strategy = strategy_of(layout, DEVICES)
     trainer = tfpar.Trainer(lambda: sleeping_model(width, _SECONDS_PER_ROW), strategy, seed=0)
-    moments: list[float] = []
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: moments.append(time.perf_counter()))
-    trainer.fit(_data(width, batch), epochs=2 + _STEPS, steps_per_epoch=1, callbacks=[note], verbose=0)
-    return statistics.median(end - begin for begin, end in itertools.pairwise(moments[1:]))
+    return median_step_seconds(trainer, _data(width, batch), _STEPS)
 
 
 def _data(width: int, batch: int) -> tf.data.Dataset:

@@ -20,7 +20,7 @@ from tfpar.pipeline.schedule.links import Link
 from tfpar.pipeline.schedule.simulator import Durations, microbatch_scale
 
 BACKWARD_PER_FORWARD = 2
-_PAYLOAD = 0.94  # of the bits on an Ethernet, without the headers of TCP
+PAYLOAD = 0.94  # of the bits on an Ethernet, without the headers of TCP
 _NO_COST = Link(0.0, math.inf)
 
 
@@ -85,7 +85,7 @@ def predicted_seconds(setting: Sleeping) -> float:
         transfer_seconds=(),
         microbatch_scale=microbatch_scale(setting.num_examples, setting.order.num_microbatches),
     )
-    rate = _PAYLOAD * 1e6 / 8 * setting.megabits_per_second or math.inf
+    rate = PAYLOAD * 1e6 / 8 * setting.megabits_per_second or math.inf
     network = Network(setting.num_devices // setting.num_workers, _NO_COST, Link(0.0, rate))
     gradient_bytes = [4 * (setting.width + 1) * setting.width] * num_stages
     return simulate_layout(setting.order, durations, [0] * (num_stages - 1), gradient_bytes, network).step_seconds

@@ -26,11 +26,21 @@ def run_here(setting: Sleeping, rank: int = 0, addresses: Sequence[str] = ()) ->
         rank: Which worker this is.
         addresses: The addresses of all workers; empty for one.
     """
+    describe_job(rank, addresses)
+    use_sleeping_cpus(setting.num_devices // setting.num_workers)
+    return measure_grid(setting)
+
+
+def describe_job(rank: int, addresses: Sequence[str]) -> None:
+    """Set TF_CONFIG for a worker of a job; nothing for one without addresses.
+
+    Args:
+        rank: Which worker this is.
+        addresses: The addresses of all workers; empty for one.
+    """
     if addresses:
         job = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
         os.environ["TF_CONFIG"] = json.dumps(job)
-    use_sleeping_cpus(setting.num_devices // setting.num_workers)
-    return measure_grid(setting)
 
 
 def use_sleeping_cpus(num_devices: int) -> None:
@@ -51,7 +61,6 @@ def use_sleeping_cpus(num_devices: int) -> None:
 
 def measure_grid(setting: Sleeping) -> Output:
     """Return the figures of a grid on the logical CPUs of this process."""
-    import keras
     import numpy as np
     import tensorflow as tf
 
@@ -72,12 +81,25 @@ def measure_grid(setting: Sleeping) -> Output:
     rows = np.ones((setting.num_examples, setting.width), "float32")
     data = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(setting.num_examples).cache().repeat()
     printed = trainer.preview(data).planned
+    assert printed is not None, "the strategy has a schedule"
+    step_seconds = median_step_seconds(trainer, data, setting.num_steps)
+    return {"step_seconds": step_seconds, "printed_seconds": printed.step_seconds}
+
+
+def median_step_seconds(trainer: Any, data: Any, num_steps: int) -> float:
+    """Return the median seconds of a step, each an epoch of its own, after one that compiles.
+
+    Args:
+        trainer: A trainer.
+        data: Endless batches.
+        num_steps: Number of timed steps.
+    """
+    import keras
+
     moments: list[float] = []
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: moments.append(time.perf_counter()))
-    trainer.fit(data, epochs=2 + setting.num_steps, steps_per_epoch=1, callbacks=[note], verbose=0)
-    steps = [end - begin for begin, end in itertools.pairwise(moments[1:])]
-    assert printed is not None, "the strategy has a schedule"
-    return {"step_seconds": statistics.median(steps), "printed_seconds": printed.step_seconds}
+    trainer.fit(data, epochs=2 + num_steps, steps_per_epoch=1, callbacks=[note], verbose=0)
+    return statistics.median(end - begin for begin, end in itertools.pairwise(moments[1:]))
 
 
 def sleeping_model(width: int, seconds_per_row: Sequence[float]) -> Any:

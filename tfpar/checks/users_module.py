@@ -62,7 +62,7 @@ def _without_settings_of_devices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_training(place: str) -> Iterator[None]:
-    """Refuse what a script without `if __name__ == "__main__":` would do on import, such as write its model anew."""
+    """Refuse what a script without `if __name__ == "__main__":` would do on import, such as save its model."""
     import keras
 
     import tfpar

@@ -67,12 +67,9 @@ class _Step:
         seconds += reading_seconds
         data_seconds = max(0.0, self.model.data_seconds - seconds)
         waits |= {"reading data": reading_seconds, "data": data_seconds}
-        return PredictedStep(
-            self.layout,
-            seconds + data_seconds,
-            {name: one for name, one in waits.items() if one > 0},
-            forward_seconds=planned.spans[0].end_seconds / speed if self.layout.num_stages == 1 else None,
-        )
+        forward_seconds = planned.spans[0].end_seconds / speed if self.layout.num_stages == 1 else None
+        waits = {name: one for name, one in waits.items() if one > 0}
+        return PredictedStep(self.layout, seconds + data_seconds, waits, forward_seconds=forward_seconds)
 
     def _reading_seconds(self, step_seconds: float, bubble_seconds: float) -> float:
         """Return what reading the next batch adds to a step, where it takes cores from logical CPUs."""
@@ -202,7 +199,8 @@ class _Step:
         busy = sum(span.end_seconds - span.begin_seconds for span in planned.spans) / planned.num_devices
         end_seconds = max(span.end_seconds for span in planned.spans)
         name = "sums of activations" if self.layout.num_shards > 1 else "all-reduce"
-        without_network = simulate(self._schedule, dataclasses.replace(durations, all_reduce_seconds=()))
+        alone = dataclasses.replace(durations, all_reduce_seconds=())
+        without_network = simulate(self._schedule, alone) if self.layout.num_hosts > 1 else planned
         return {
             "bubble": end_seconds - busy if self.layout.num_stages > 1 else 0.0,
             name: min(sum(durations.reduction_seconds), planned.step_seconds),

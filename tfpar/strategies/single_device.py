@@ -17,7 +17,7 @@ from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.single_replica import SingleReplica
-from tfpar.strategies.step_clock import HasClock, NoClock
+from tfpar.strategies.step_clock import NO_CLOCK, HasClock, NoClock
 
 
 class SingleDevice(HasClock, SingleReplica):
@@ -130,11 +130,8 @@ def _evaluate_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
     return objective.count(model, losses, data.num_rows(batch))
 
 
-_NO_CLOCK = NoClock()
-
-
 def forward_backward(
-    model: keras.Model, inputs: Any, targets: Any, weights: Any, clock: NoClock = _NO_CLOCK
+    model: keras.Model, inputs: Any, targets: Any, weights: Any, clock: NoClock = NO_CLOCK
 ) -> tuple[tf.Tensor, Any, list[Any]]:
     """Compute the loss, the outputs and the gradient of each trainable variable (scaled by the optimizer).
 
@@ -159,7 +156,7 @@ def loss_and_gradients(
     targets: Any,
     weights: Any,
     call: Callable[..., Any] = keras_model.call_model,
-    clock: NoClock = _NO_CLOCK,
+    clock: NoClock = NO_CLOCK,
 ) -> tuple[tf.Tensor, Any, list[Any]]:
     """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
     with tf.GradientTape() as tape, clock.began((inputs, targets, weights)):

@@ -67,6 +67,9 @@ class NoClock:
         """
 
 
+NO_CLOCK = NoClock()
+
+
 class StepClock(NoClock):
     """Note the ends of phases in the graph of a train step; the next step overwrites them.
 
@@ -154,7 +157,7 @@ def _memories(variables: Sequence[keras.Variable], replica: int) -> list[tf.Vari
 class HasClock:
     """A strategy whose train step has phases that a clock notes."""
 
-    clock: NoClock = NoClock()
+    clock: NoClock = NO_CLOCK
     num_timed_replicas: int = 1  # of this process
     sums_early: bool = False  # during the backward pass
 
