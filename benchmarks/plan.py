@@ -87,6 +87,29 @@ def errors(outputs: Round) -> Iterator[float]:
     return (abs(ratio - 1) for ratio in ratios(outputs))
 
 
+def errors_at_equal_speed(outputs: Round) -> Iterator[float]:
+    """Yield the errors as if the machine had been as fast in training as in planning, but for that of one device.
+
+    The step of one device is measured in planning, and around each layout. It tells how fast the machine was.
+
+    Args:
+        outputs: The outputs of each setting.
+
+    Example:
+        >>> slower = {"predicted SingleDevice": 1.0, "predicted Mirrored(2)": 0.5}
+        >>> slower |= {"measured Mirrored(2)": 0.6, "one device Mirrored(2)": 1.2}
+        >>> list(errors_at_equal_speed({"model": slower}))
+        [0.0]
+    """
+    for output in outputs.values():
+        of_one = output["predicted SingleDevice"]
+        for name, predicted in output.items():
+            kind, _, layout = name.partition(" ")
+            if kind == "predicted" and layout != "SingleDevice":
+                drift = output[f"one device {layout}"] / of_one
+                yield abs(predicted * drift / output[f"measured {layout}"] - 1)
+
+
 def _decile(values: Iterator[float]) -> float:
     return statistics.quantiles(values, n=10, method="inclusive")[-1]
 
@@ -115,6 +138,16 @@ PLAN = Experiment(
         Finding(
             "error of the predicted step, 90th percentile",
             lambda outputs: _decile(errors(outputs)),
+            at_most=NINTH_DECILE,
+        ),
+        Finding(
+            "at equal speed of the machine, median",
+            lambda outputs: statistics.median(errors_at_equal_speed(outputs)),
+            at_most=MEDIAN_ERROR,
+        ),
+        Finding(
+            "at equal speed of the machine, 90th percentile",
+            lambda outputs: _decile(errors_at_equal_speed(outputs)),
             at_most=NINTH_DECILE,
         ),
         *itertools.chain.from_iterable(map(_regrets, _SETTINGS)),

@@ -24,7 +24,8 @@ class Hosts:
     Args:
         megabits_per_second: The rate at which a host sends.
         width: Each of eight layers has a weight of this many rows and columns.
-        batch: Rows of the global batch.
+        batch: Rows of the global batch, for which a layer sleeps as long in each setting. Workers sum the gradients of
+            many rows; of few they send the rows that are multiplied to gradients.
         num_hosts: Hosts, each with four devices.
     """
 
@@ -73,6 +74,7 @@ _SETTINGS = {
     "1 Gbit/s, 2 MB of gradients": Hosts(1000, 256),
     "200 Mbit/s, 2 MB of gradients": Hosts(200, 256),
     "200 Mbit/s, 8 MB of gradients": Hosts(200, 512),
+    "200 Mbit/s, 8 MB of gradients, 512 rows": Hosts(200, 512, batch=512),
 }
 
 PLAN_HOSTS = Experiment(

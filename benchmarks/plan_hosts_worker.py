@@ -11,6 +11,7 @@ from benchmarks.harness import Output
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -34,7 +35,7 @@ LAYOUTS = [
     Layout(2, 4, 8, num_hosts=2),
     Layout(4, 2, 4, num_hosts=2),
 ]
-_SECONDS_PER_ROW = (0.002, 0.004, 0.0025, 0.001, 0.003, 0.0035, 0.0015, 0.0025)
+_SECONDS_OF_BATCH = (0.128, 0.256, 0.16, 0.064, 0.192, 0.224, 0.096, 0.16)
 _STEPS, _LATENCY_SECONDS = 5, 1e-3
 
 
@@ -58,9 +59,9 @@ def run(setting: Mapping[str, object], rank: int, addresses: Sequence[str]) -> O
 
 def _planned(megabits_per_second: int, width: int, batch: int, num_hosts: int) -> Output:
     def make(strategy: tfpar.Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
-        return tfpar.Trainer(lambda: sleeping_model(width, _SECONDS_PER_ROW), strategy), _data(width, batch)
+        return tfpar.Trainer(lambda: _model(width, batch), strategy), _data(width, batch)
 
-    costs, machine = measure(make, DEVICES)
+    costs, machine = measure(make, DEVICES, num_hosts=num_hosts)
     rate = PAYLOAD * 1e6 / 8 * megabits_per_second
     machine = dataclasses.replace(machine, num_hosts=num_hosts, network=Link(_LATENCY_SECONDS, rate))
     return {str(layout): predict(layout, costs, machine).seconds for layout in LAYOUTS}
@@ -68,8 +69,12 @@ def _planned(megabits_per_second: int, width: int, batch: int, num_hosts: int) -
 
 def _measured(layout: Layout, width: int, batch: int) -> float:
     strategy = strategy_of(layout, DEVICES)
-    trainer = tfpar.Trainer(lambda: sleeping_model(width, _SECONDS_PER_ROW), strategy, seed=0)
+    trainer = tfpar.Trainer(lambda: _model(width, batch), strategy, seed=0)
     return median_step_seconds(trainer, _data(width, batch), _STEPS)
+
+
+def _model(width: int, batch: int) -> keras.Model:
+    return sleeping_model(width, [seconds / batch for seconds in _SECONDS_OF_BATCH])
 
 
 def _data(width: int, batch: int) -> tf.data.Dataset:

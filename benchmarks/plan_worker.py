@@ -25,6 +25,7 @@ from tfpar.planning.ranking import best_of_each_grid, rank
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.step_prediction import predict
 
+MakeTrainer = Callable[[tfpar.Strategy], tuple[tfpar.Trainer, tf.data.Dataset]]
 _SECONDS, _REPEATS = 0.5, 3
 _FEWEST_STEPS, _MOST_STEPS = 4, 512
 _DEVICES = ["CPU:0", "CPU:1"]
@@ -50,16 +51,17 @@ def run(model: str, batch: int) -> Output:
     layouts = [Layout(), *(Layout(2, shard=shard) for shard in (None, "optimizer", "weights")), Layout(num_shards=2)]
     layouts += [Layout(1, 2, number, "zero_bubble") for number in (2, 8)]
     layouts += [Layout(1, 2, number, recompute=recompute) for number in (2, 8) for recompute in (False, True)]
-    return compared(costs, machine, layouts, make, data, _DEVICES)
+    return compared(costs, machine, layouts, make, data, _DEVICES, drifts=True)
 
 
 def compared(
     costs: ModelCosts,
     machine: MachineCosts,
     layouts: list[Layout],
-    make: Callable[[tfpar.Strategy], tuple[tfpar.Trainer, tf.data.Dataset]],
+    make: MakeTrainer,
     data: tf.data.Dataset,
     devices: list[str],
+    drifts: bool = False,
 ) -> Output:
     """Predict and measure layouts.
 
@@ -70,9 +72,11 @@ def compared(
         make: Returns a trainer under a strategy, and its data.
         data: Endless batches.
         devices: The devices that are there.
+        drifts: Whether to measure the step of one device before and after that of each layout.
 
     Returns:
-        The predicted and the measured step of each layout, and the regret of the planner's choice.
+        The predicted and the measured step of each layout, that of one device around it, and the regret of the
+        planner's choice.
     """
     steps = {str(layout): predict(layout, costs, machine) for layout in layouts}
     predicted_best = _chosen(list(steps.values()), costs, machine)
@@ -83,7 +87,12 @@ def compared(
 
     rows, _ = with_measured(best_of_each_grid(steps.values(), machine), machine, measured_step, USUALLY_MEASURED)
     chosen = _chosen(rows, costs, machine)
-    measured = {str(layout): _step_seconds(make(strategy_of(layout, devices))[0], data) for layout in layouts}
+    of_one = make(strategy_of(Layout(), devices))[0] if drifts else None
+    measured, of_one_device = {}, {}
+    for layout in layouts:
+        seconds = [_step_seconds(one, data) for one in (of_one, make(strategy_of(layout, devices))[0], of_one) if one]
+        measured[str(layout)] = seconds[len(seconds) // 2]
+        of_one_device[str(layout)] = (seconds[0] + seconds[-1]) / 2
     shortest_seconds = min(measured.values())
     output: dict[str, float | str] = {
         "regret": measured[chosen] / shortest_seconds,
@@ -96,6 +105,8 @@ def compared(
     }
     for name, step in steps.items():
         output |= {f"predicted {name}": step.seconds, f"measured {name}": measured[name]}
+        if drifts:
+            output[f"one device {name}"] = of_one_device[name]
     return output
 
 

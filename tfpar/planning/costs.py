@@ -50,9 +50,28 @@ class Bytes(NamedTuple):
         return round(self.start_bytes + self.bytes_per_example * num_examples)
 
 
+class Factored(NamedTuple):
+    """The gradients of a block that replicas on several hosts compute from the rows of their factors.
+
+    Args:
+        gradient_bytes: Bytes of these gradients.
+        row_bytes: Bytes of the rows of both factors, of the global batch.
+        product_seconds: Seconds of the products of all rows.
+
+    Example:
+        >>> Factored(gradient_bytes=4096, row_bytes=512, product_seconds=1e-4).row_bytes
+        512
+    """
+
+    gradient_bytes: int = 0
+    row_bytes: int = 0
+    product_seconds: float = 0.0
+
+
 Entry = TypeVar("Entry")
 
 NO_BYTES = Bytes()
+NOT_FACTORED = Factored()
 _UNMEASURED = Link(latency_seconds=0.0, bytes_per_second=1e9)
 
 
@@ -99,6 +118,7 @@ class BlockCost:
         summed: Bytes that tensor parallelism sums over the shards, in both passes together.
         is_divided: Whether tensor parallelism computes a part of it on each shard.
         shared: Bytes of its inputs that its backward pass needs, and that an earlier block saves.
+        factored: Its gradients that several hosts do not sum, but compute from their factors.
     """
 
     name: str
@@ -114,6 +134,7 @@ class BlockCost:
     summed: Bytes = NO_BYTES
     is_divided: bool = False
     shared: Bytes = NO_BYTES
+    factored: Factored = NOT_FACTORED
 
     def seconds(self, num_examples: float) -> float:
         """Return the seconds of both passes of some examples."""

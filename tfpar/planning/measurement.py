@@ -18,6 +18,7 @@ from tfpar.pipeline.schedule.links import Link
 from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import are_alike, may_share_model, measure_slowdown
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
+from tfpar.planning.factor_measurement import with_factors
 from tfpar.planning.given_data import MakeTrainer, ReadOnce, prepared
 from tfpar.planning.layouts import Layout
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
@@ -36,7 +37,7 @@ _LONG_SECONDS = 0.03  # of a step; above it, the half millisecond that a replica
 
 
 def measure(
-    make_trainer: MakeTrainer, devices: Sequence[str], num_planned: int | None = None
+    make_trainer: MakeTrainer, devices: Sequence[str], num_planned: int | None = None, num_hosts: int = 1
 ) -> tuple[ModelCosts, MachineCosts]:
     """Measure a model and its data on one device, and what several devices do at once.
 
@@ -45,7 +46,8 @@ def measure(
     Args:
         make_trainer: Returns a trainer under a strategy and its training data, as for `Trainer.fit`.
         devices: The devices of this machine to plan with, such as `["GPU:0", "GPU:1"]`.
-        num_planned: Devices to plan for; None for those that are there.
+        num_planned: Devices of a host to plan for; None for those that are there.
+        num_hosts: Hosts to plan for.
 
     Returns:
         The costs of the model, with no price of split backward passes yet, and of the machine.
@@ -60,7 +62,7 @@ def measure(
     make_trainer = ReadOnce(make_trainer)
     with random_state.preserved_random_state():
         trainer, loop, batch, given = prepared(make_trainer, SingleDevice(devices[0]))
-        costs, steps = _measure_model(make_trainer, trainer, loop, batch, devices[0], num_planned)
+        costs, steps = _measure_model(make_trainer, trainer, loop, batch, devices[0], num_planned, num_hosts)
         replica_seconds, replica_spread = _replica_seconds(make_trainer, devices, costs)
         costs = dataclasses.replace(
             costs,
@@ -151,7 +153,13 @@ def sizes_of(batch: int, num_devices: int) -> list[int]:
 
 
 def _measure_model(
-    make_trainer: ReadOnce, trainer: Trainer, loop: TimedLoop, batch: Any, device: str, num_planned: int
+    make_trainer: ReadOnce,
+    trainer: Trainer,
+    loop: TimedLoop,
+    batch: Any,
+    device: str,
+    num_planned: int,
+    num_hosts: int,
 ) -> tuple[ModelCosts, Curve]:
     """Return the costs of the model, and the steps that were measured, with the update."""
     model, num_examples = trainer.model, int(data.num_rows(batch))
@@ -165,6 +173,9 @@ def _measure_model(
     if blocks.divides_loss and num_planned > 1:
         pieces_seconds = measure_loss_of_pieces(model, device, data.take_rows(batch, 0, share), SHARDS_OF_TRIAL)
     held = model_bytes(model, batch, device)
+    with_all = with_bytes(blocks.costs, traced, num_examples, device)
+    if num_hosts > 1:
+        with_all = with_factors(with_all, traced, num_examples, device)
     costs = ModelCosts(
         name=model.name,
         num_parameters=model.count_params(),
@@ -181,7 +192,7 @@ def _measure_model(
         target_bytes=_bytes_of(keras.utils.unpack_x_y_sample_weight(batch)[1:]) // num_examples,
         working=held.working,
         scratch=held.scratch,
-        blocks=with_bytes(blocks.costs, traced, num_examples, device),
+        blocks=with_all,
         uncut=traced.reason,
         # A model that can be cut mixes no examples.
         mixing=() if traced.graph is not None else tuple(batch_dependence.find(model, batch)),

@@ -20,14 +20,13 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state, tf_tapes
+from tfpar._compat import random_state
 from tfpar.cluster import process_memory
-from tfpar.pipeline.graph import tracing
-from tfpar.pipeline.graph.tracing import Call, Graph, Value
+from tfpar.pipeline.graph.tracing import Graph, Value
+from tfpar.planning.call_tracing import TracedCall, trace_calls
 from tfpar.planning.costs import NO_BYTES, Bytes
 from tfpar.planning.graph_reading import needed_operations, read_graph, tensor_bytes
 from tfpar.planning.liveness import executor_order, live_bytes
-from tfpar.reduction.gradient_addition import dense_part
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import SingleDevice
 
@@ -180,7 +179,6 @@ class BlockBytes(NamedTuple):
     temporary: Bytes = NO_BYTES
 
 
-@random_state.preserved_random_state()
 def block_bytes(graph: Graph, inputs: Sequence[Any], num_examples: int, device: str = "CPU:0") -> list[BlockBytes]:
     """Measure the bytes of each layer call of a model.
 
@@ -194,73 +192,28 @@ def block_bytes(graph: Graph, inputs: Sequence[Any], num_examples: int, device: 
         The bytes of each layer call, in the order of the graph.
 
     Example:
+        >>> from tfpar.pipeline.graph import tracing
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2)])
         >>> [one.saved.of(10) for one in block_bytes(tracing.trace(model), [tf.zeros([10, 4])], 10)]
         [160, 320]
     """
     sizes = sorted({max(1, num_examples // 2), num_examples})
-    found = [_of_calls(graph, inputs, size, device) for size in sizes]
+    found = []
+    for size in sizes:
+        read = functools.partial(_of_call, kept=set[Value](), device=device)
+        found.append(trace_calls(graph, inputs, size, device, read))
     return [
         BlockBytes(*(_line(sizes, values) for values in zip(*of_sizes, strict=True)))
         for of_sizes in zip(*found, strict=True)
     ]
 
 
-def _of_calls(graph: Graph, inputs: Sequence[Any], size: int, device: str) -> list[tuple[int, int, int]]:
-    """Trace the forward and backward pass of each layer call, and return its three numbers of bytes."""
-    found: list[tuple[int, int, int]] = []
-
-    def trace() -> None:
-        kept, trained = set[Value](), set[Value]()
-        values = {value: _input(one, size) for value, one in zip(graph.inputs, inputs, strict=True)}
-        with tf.device(device):
-            for call in graph.calls:
-                found.append(_of_call(call, values, kept, trained, size, device))
-
-    tf.function(trace, autograph=False).get_concrete_function()
-    return found
-
-
-def _input(one: Any, size: int) -> Any:
-    """Return a placeholder for a number of examples of an input."""
-    if isinstance(one, tf.RaggedTensor | tf.SparseTensor):
-        with tf.init_scope():
-            rows = data.take_rows(one, 0, size)
-        return _placeholder(rows)
-    return tf.compat.v1.placeholder(tf.as_dtype(one.dtype), [size, *one.shape[1:]])
-
-
-def _placeholder(tensor: Any) -> Any:
-    """Return a placeholder for a tensor, or one for each part of a ragged or sparse tensor."""
-    return tf.nest.map_structure(
-        lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), tensor, expand_composites=True
-    )
-
-
-def _of_call(
-    call: Call, values: dict[Value, Any], kept: set[Value], trained: set[Value], size: int, device: str
-) -> tuple[int, int, int]:
-    """Trace one layer call; add to `kept` the values that it saves, and to `trained` those with a gradient."""
-    graph = tf.compat.v1.get_default_graph()
-    given = {
-        value: keras_model.with_mask(_placeholder(values[value]), keras_model.mask_of(values[value]))
-        for value in call.inputs
-    }
-    weights = {id(one): (one, tf.compat.v1.placeholder(one.dtype, one.shape)) for one in call.variables}
-    begin = len(graph.get_operations())
-    tensors: dict[Value, Any] = dict(given)
-    with tf_tapes.replaced(list(weights.values())):
-        tracing.run([call], tensors, training=True)
-    middle = len(graph.get_operations())
-    outputs = [tensors[value] for value in call.outputs]
-    sources = [tensor for value, tensor in given.items() if value in trained]
-    sources += [tensor for one, tensor in weights.values() if one.trainable]
-    gradients = _gradients(outputs, sources)
-    operations = graph.get_operations()
-    backward = needed_operations(operations[middle:], _tensors(gradients))
-    inner = set(operations[begin:middle])
+def _of_call(traced: TracedCall, kept: set[Value], device: str) -> tuple[int, int, int]:
+    """Return the three numbers of bytes of a layer call; add to `kept` the values that it saves."""
+    size, inner = traced.size, set(traced.forward)
+    backward = needed_operations(traced.backward, _tensors(traced.gradients))
     used = {_owner(tensor, inner).ref() for op in backward for tensor in op.inputs if tensor.op in inner}
-    parts = {value: _tensors([tensor]) for value, tensor in given.items()}
+    parts = {value: _tensors([tensor]) for value, tensor in traced.given.items()}
     input_bytes = {value: sum(tensor_bytes(part, size) for part in of_value) for value, of_value in parts.items()}
     of_inputs = {part.ref(): value for value, of_value in parts.items() for part in of_value}
     direct = {tensor.ref() for op in backward for tensor in op.inputs} & set(of_inputs)
@@ -270,16 +223,14 @@ def _of_call(
     shared = sum(input_bytes[one] for one in needed & kept)
     kept |= needed | {
         value
-        for value, one in zip(call.outputs, outputs, strict=True)
+        for value, one in zip(traced.call.outputs, traced.outputs, strict=True)
         if any(_owner(part, inner).ref() in used for part in _tensors([one]))
     }
-    trained |= set(call.outputs) if gradients else set()
-    if gradients:
+    if traced.gradients:
         temporary = _most_bytes(backward, size, device)
     else:
-        temporary = _most_bytes(needed_operations(operations[begin:middle], _tensors(outputs)), size, device)
+        temporary = _most_bytes(needed_operations(traced.forward, _tensors(traced.outputs)), size, device)
         temporary += sum(input_bytes.values())
-    values.update(zip(call.outputs, outputs, strict=True))
     return saved, shared, temporary
 
 
@@ -287,16 +238,6 @@ def _most_bytes(operations: Sequence[tf.Operation], size: int, device: str) -> i
     """Return the bytes of the results of operations at the peak."""
     nodes = read_graph(operations, "GPU" in device, size)
     return max(live_bytes(nodes, executor_order(nodes)), default=0)
-
-
-def _gradients(outputs: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-    """Return the gradients of outputs by sources, as far as both have floats."""
-    floating = [dense_part(one) for one in outputs if one.dtype.is_floating]
-    trained = [dense_part(one) for one in sources if one.dtype.is_floating]
-    if not floating or not trained:
-        return []
-    found = tf.gradients(floating, trained, [tf.ones_like(one) for one in floating])
-    return [one for one in found if one is not None]
 
 
 def _tensors(given: Sequence[Any]) -> list[tf.Tensor]:

@@ -130,7 +130,7 @@ def planned(
     there = names if stated.num_devices is None else names[: stated.num_devices]
     free_bytes = cluster.free_bytes(there)  # before the measurement takes some of it
     with progress(f"planning: measuring the model on {', '.join(there)} ..."), _one_sentence(explain):
-        model, machine = measure(trainers, there, stated.num_devices)
+        model, machine = measure(trainers, there, stated.num_devices, stated.num_hosts)
     if machine.memory_bytes is None:
         machine = dataclasses.replace(machine, memory_bytes=free_bytes)
     machine = stated.applied(machine)

@@ -119,3 +119,22 @@ class _Run:
             self.done[action] = begin_seconds, seconds
             for other in [device, *self._waiting.pop(action, [])]:
                 self._prepare(other)
+
+
+def ends_together(seconds: Sequence[float], slowdown: Sequence[float]) -> tuple[float, ...]:
+    """Return the end of each of some tasks that start together on devices of their own.
+
+    Args:
+        seconds: The duration of each alone.
+        slowdown: As for `contended_times`, with an entry for each number of tasks.
+
+    Example:
+        >>> ends_together([1.0, 3.0], [1.0, 1.5])
+        (1.5, 3.5)
+    """
+    ends, now_seconds, done_seconds = [0.0] * len(seconds), 0.0, 0.0
+    order = sorted(range(len(seconds)), key=seconds.__getitem__)
+    for position, task in enumerate(order):
+        now_seconds += (seconds[task] - done_seconds) * slowdown[len(order) - position - 1]
+        ends[task], done_seconds = now_seconds, seconds[task]
+    return tuple(ends)

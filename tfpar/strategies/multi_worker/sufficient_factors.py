@@ -103,23 +103,47 @@ def sufficient_factors_of(gradient: Any, num_examples: int, num_threads: int = 1
         num_examples: Examples of a global batch.
         num_threads: The threads that multiply on a worker, equal on all workers.
     """
+    factors = factors_of(gradient)
+    rows_per_example = None if factors is None else _rows_per_example(factors.inputs)
+    if factors is None or rows_per_example is None:
+        return None
+    num_rows, (num_inputs, num_outputs) = math.ceil(rows_per_example * num_examples), gradient.shape
+    return factors if take_less_time(num_rows, num_inputs, num_outputs, num_threads) else None
+
+
+def factors_of(gradient: Any) -> Factors | None:
+    """Return the sufficient factors of a gradient; None if it has none.
+
+    Args:
+        gradient: As for `sufficient_factors_of`.
+    """
     if not isinstance(gradient, tf.Tensor) or tf.executing_eagerly() or gradient.shape.rank != 2:
         return None
     matmul = gradient.op
     if matmul.type != "MatMul" or not matmul.get_attr("transpose_a") or matmul.get_attr("transpose_b"):
         return None
-    num_inputs, num_outputs = gradient.shape
-    if not (num_inputs and num_outputs):
-        return None
-    rows_per_example = _rows_per_example(matmul.inputs[0])
-    if rows_per_example is None:
-        return None
-    num_rows = math.ceil(rows_per_example * num_examples)
-    # Of n workers, each sends 2(n-1)/n times the gradient in an all-reduce, and (n-1)/n times the rows in an
-    # all-gather, and multiplies (n-1)/n times the rows more than its own.
+    return Factors(*matmul.inputs) if all(gradient.shape) else None
+
+
+def take_less_time(num_rows: int, num_inputs: int, num_outputs: int, num_threads: int) -> bool:
+    """Return whether factors take less time than an all-reduce of their product.
+
+    Of n workers, each sends 2(n-1)/n times the gradient in an all-reduce, and (n-1)/n times the rows in an all-gather,
+    and multiplies (n-1)/n times the rows more than its own.
+
+    Args:
+        num_rows: Rows of the global batch.
+        num_inputs: Columns of the first factor.
+        num_outputs: Columns of the second factor.
+        num_threads: As for `sufficient_factors_of`.
+
+    Example:
+        >>> take_less_time(32, 2048, 2048, 1), take_less_time(4096, 2048, 2048, 1)
+        (True, False)
+    """
     flops = 2 * num_rows * num_inputs * num_outputs
     saved_bytes = 4 * (2 * num_inputs * num_outputs - num_rows * (num_inputs + num_outputs))
-    return Factors(*matmul.inputs) if flops <= FLOPS_PER_BYTE * num_threads * saved_bytes else None
+    return flops <= FLOPS_PER_BYTE * num_threads * saved_bytes
 
 
 def _rows_per_example(tensor: tf.Tensor) -> float | None:
