@@ -118,13 +118,19 @@ def _chosen(steps: list[PredictedStep], costs: ModelCosts, machine: MachineCosts
 def _step_seconds(trainer: tfpar.Trainer, data: tf.data.Dataset) -> float:
     trainer.fit(data, steps_per_epoch=3, verbose=0)
     number = _FEWEST_STEPS
-    while number < _MOST_STEPS and _seconds_of(trainer, data, number) < _SECONDS:
+    while number < _MOST_STEPS and seconds_of_steps(trainer, data, number) < _SECONDS:
         number *= 2
-    return statistics.median(_seconds_of(trainer, data, number) for _ in range(_REPEATS)) / number
+    return statistics.median(seconds_of_steps(trainer, data, number) for _ in range(_REPEATS)) / number
 
 
-def _seconds_of(trainer: tfpar.Trainer, data: tf.data.Dataset, number: int) -> float:
-    """Return the seconds of some steps in a long call of `fit`, without the start of a short one."""
+def seconds_of_steps(trainer: tfpar.Trainer, data: tf.data.Dataset, number: int) -> float:
+    """Return the seconds of some steps in a long call of `fit`, without the start of a short one.
+
+    Args:
+        trainer: A trainer that has trained already.
+        data: Endless batches.
+        number: Number of steps.
+    """
     seconds = []
     for steps in (1, 1 + number):
         began_seconds = time.perf_counter()

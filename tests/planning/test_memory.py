@@ -129,8 +129,36 @@ def test_logical_cpus_hold_equal_copies_once() -> None:
     assert saved_by_sharing(Layout(2, shard="weights")) == 2 * (100 + 2 * 100), "and those of two blocks"
     assert saved_by_sharing(Layout(num_shards=2)) == 8 * 10, "the batch of the other shard"
     assert saved_by_sharing(Layout(num_stages=2, num_microbatches=4)) == 0
-    assert saved_by_sharing(Layout(2, num_stages=2, num_microbatches=4)) == 4 * 100
+    assert saved_by_sharing(Layout(2, num_stages=2, num_microbatches=4)) == 4 * 100 + 400, "sums and weights"
+    assert saved_by_sharing(Layout(2, num_shards=2)) == 400 + 2 * 4 * 10, "weights, and the batch of each other shard"
     assert saved_by_sharing(Layout(2, shard="optimizer", num_hosts=2)) == 0, "two hosts share nothing"
+
+
+def slots_of(layout: Layout) -> list[int]:
+    """Return the bytes of the optimizer's state on each device."""
+    stateless = dataclasses.replace(MODEL, slot_bytes=0)
+    both = (bytes_of_devices(layout, one, 8) for one in (MODEL, stateless))
+    return [held - without for held, without in zip(*both, strict=True)]
+
+
+def test_the_replicas_of_a_pipeline_divide_its_state_in_one_process() -> None:
+    model = dataclasses.replace(MODEL, blocks=tuple(dataclasses.replace(one, saved=Bytes(0, 400)) for one in BLOCKS))
+    grid, pipeline = Layout(2, 2, 2), Layout(1, 2, 2)
+    # The forward and backward passes need more than the update, so that the peak has no temporaries of slots.
+    divided, whole = (bytes_of_devices(grid, one, 16)[0] for one in (model, dataclasses.replace(model, slot_bytes=0)))
+    assert divided - whole == 800 / 2 / 2
+    assert (
+        bytes_of_devices(pipeline, model, 8)[0]
+        - bytes_of_devices(pipeline, dataclasses.replace(model, slot_bytes=0), 8)[0]
+        == 800 / 2
+    )
+
+
+def test_the_first_replica_of_shards_holds_their_state_unless_it_is_divided() -> None:
+    assert slots_of(Layout(2, num_shards=2)) == [400, 400, 0, 0]
+    assert slots_of(Layout(2, num_shards=2, shard="optimizer")) == [200] * 4
+    assert slots_of(Layout(2, num_shards=2, num_hosts=2)) == [400] * 4, "each host has all of it"
+    assert slots_of(Layout(4, num_shards=2, num_hosts=2)) == [200] * 8, "its replicas divide it"
 
 
 def test_replicas_hold_all_gradients_until_they_are_summed() -> None:

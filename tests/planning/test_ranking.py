@@ -147,7 +147,7 @@ def test_what_is_never_a_candidate_is_named_with_the_reason() -> None:
     plan = rank([step(ONE, 1.0)], [], MODEL, GPUS)
     assert plan.not_considered == (
         "gpipe (1f1b is as fast, with less memory)",
-        "interleaved, Pipeline(num_shards=n), Hybrid(shard) (not predicted)",
+        "interleaved, Pipeline(num_shards=n) (not predicted)",
         "micro-batches but 1, 2, 4, 8 a stage, 3 of 4 devices (too many to compare)",
     )
     words = str(plan).partition("Not considered: ")[2].splitlines()
@@ -161,7 +161,7 @@ def test_several_hosts_name_what_is_not_considered_over_them() -> None:
     plan = rank([step(TWO, 1.0)], [], whole, machine)
     assert plan.not_considered == (
         "gpipe (1f1b is as fast, with less memory)",
-        "interleaved, Hybrid(shard), pipelines across hosts (not predicted)",
+        "interleaved, pipelines across hosts (not predicted)",
         "micro-batches but 1, 2, 4, 8 a stage (too many to compare)",
         "TensorParallel (no layer that it divides)",
     )

@@ -49,12 +49,14 @@ def test_the_micro_batches_of_replicas_are_those_of_the_whole_batch() -> None:
     full = Durations((14.0, 14.0), (28.0, 28.0), (28.0, 28.0), (0.0, 0.0), (0.0,), microbatch_scale=(1, 1, 6 / 7, 1))
     last_is_short = dataclasses.replace(full, microbatch_scale=(1, 1, 1, 6 / 7))
     in_order, other = (simulate(make("1f1b", 2, 4), one).step_seconds for one in (full, last_is_short))
-    assert found == pytest.approx(in_order + 8 / 2)
+    assert found == pytest.approx(in_order + 8 / 2 / 2), "each replica updates a half of the weights of a stage"
     assert in_order > other
 
 
 def test_a_sharded_optimizer_divides_the_update() -> None:
     assert seconds(Layout(2, shard="optimizer")) == 48 + 4
+    assert seconds(Layout(2, num_shards=2)) == 24 + 4
+    assert seconds(Layout(2, num_shards=2, shard="optimizer")) == 24 + 2
 
 
 def test_the_sum_of_gradients_adds_its_latency_and_bytes() -> None:
@@ -119,7 +121,7 @@ def test_a_pipeline_is_predicted_from_a_measured_pipeline_of_one_stage() -> None
 
 
 def test_replicas_of_a_pipeline_share_the_batch() -> None:
-    assert seconds(Layout(2, 2, 2)) == pytest.approx(3 * 12 + 4)
+    assert seconds(Layout(2, 2, 2)) == pytest.approx(3 * 12 + 4 / 2)
 
 
 def test_divided_layers_share_the_work_of_each_layer() -> None:
@@ -183,13 +185,13 @@ def test_a_planned_device_of_another_speed_computes_in_proportion() -> None:
 
 def test_hosts_add_an_all_reduce_over_the_network() -> None:
     linked = dataclasses.replace(MACHINE, num_hosts=2, network=Link(1.0, 160.0))
-    assert seconds(Layout(2, num_hosts=2), machine=linked) == 48 + 8 + 1 + 1
+    assert seconds(Layout(2, num_hosts=2), machine=linked) == 48 + 8 + 1 + 2 * 1
 
 
 def test_the_stages_of_a_host_share_its_link_and_the_last_one_sums_first() -> None:
     layout, slow = Layout(2, 2, 4, num_hosts=2), Link(0.0, 1.0)
     hosts = dataclasses.replace(MACHINE, num_hosts=2, network=slow)
-    one_host = seconds(Layout(1, 2, 4), dataclasses.replace(MODEL, batch=MODEL.batch // 2))
+    one_host = seconds(Layout(1, 2, 4), dataclasses.replace(MODEL, batch=MODEL.batch // 2))  # updates half of all, too
     added = seconds(layout, machine=hosts) - one_host
     sent_seconds = slow.seconds(MODEL.trainable_bytes)
     assert 0.7 * sent_seconds < added < sent_seconds, "during the backward pass of the first stage"
@@ -198,7 +200,7 @@ def test_the_stages_of_a_host_share_its_link_and_the_last_one_sums_first() -> No
 
 def test_faster_devices_do_not_shorten_the_network() -> None:
     linked = dataclasses.replace(MACHINE, num_hosts=2, network=Link(1.0, 160.0), speed=2.0)
-    assert predict(Layout(2, num_hosts=2), MODEL, linked).waits["network"] == pytest.approx(1 + 1)
+    assert predict(Layout(2, num_hosts=2), MODEL, linked).waits["network"] == pytest.approx(1 + 2 * 1)
 
 
 @pytest.mark.parametrize(
@@ -254,11 +256,22 @@ def test_candidates_use_all_devices_half_of_them_or_a_power_of_two(number: int, 
     assert {layout.num_devices for layout in found} == tried
 
 
+def test_the_state_of_grids_is_divided_where_their_strategy_does_not_do_so_anyway() -> None:
+    def grids_with_state(num_devices: int, num_hosts: int) -> set[str]:
+        found = candidates(num_devices, num_hosts, 10**4, num_blocks=4, divides_layers=True)
+        divided = [one for one in found if isinstance(one, Layout) and one.shard == "optimizer"]
+        return {one.kind for one in divided} - {"mirrored", "multi_worker"}
+
+    assert grids_with_state(4, 1) == {"tensor_parallel"}
+    assert grids_with_state(2, 2) == {"hybrid", "tensor_parallel"}
+    assert grids_with_state(2, 1) == set(), "one replica of two shards"
+
+
 def test_what_is_never_tried_is_no_candidate_and_the_rest_is() -> None:
     found = [one for one in candidates(6, 2, 10**4, num_blocks=99, divides_layers=True) if isinstance(one, Layout)]
     assert {one.schedule for one in found} == {"1f1b", "zero_bubble"}
     assert {one.num_microbatches // one.num_stages for one in found if one.num_stages > 1} == {1, 2, 4, 8}
-    assert not any(one.shard for one in found if one.num_stages > 1 or one.num_shards > 1)
+    assert {one.shard for one in found if one.num_stages > 1 or one.num_shards > 1} == {None, "optimizer"}
     assert {one.num_devices // one.num_hosts for one in found} == {1, 2, 3, 4, 6}
     assert "5 of 6 devices" in " ".join(never_tried(6, 2, 99, divides_layers=True))
     assert "devices but 1, 2, 4, 8, 16" in " ".join(never_tried(16, 1, 99, divides_layers=True))
@@ -275,7 +288,8 @@ def test_shards_on_two_hosts_take_as_long_as_those_of_one_with_half_the_batch_an
     hosts = dataclasses.replace(MACHINE, num_hosts=2, network=link)
     one = predict(Layout(num_shards=2), MODEL, MACHINE, batch=4).seconds
     two = predict(Layout(2, num_shards=2, num_hosts=2), MODEL, hosts, batch=8).seconds
-    assert two == pytest.approx(one + link.seconds(MODEL.trainable_bytes))  # sent once, and again: of two hosts half
+    # Sent once, and again: of two hosts half.
+    assert two == pytest.approx(one + link.seconds(MODEL.trainable_bytes, num_messages=2))
 
 
 def test_shards_on_several_hosts_are_one_compiled_stage() -> None:

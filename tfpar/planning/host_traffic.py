@@ -119,19 +119,33 @@ def sent_with_weights(layout: Layout, variable_bytes: Sequence[int]) -> float:
     return (number - 1) * largest_share
 
 
-def exposed_seconds(sent: Sequence[Message], end_seconds: float, link: Link) -> float:
+def exposed_seconds(sent: Sequence[Message], end_seconds: float, link: Link, num_hops: int = 1) -> float:
     """Return how long messages keep a link busy after a moment, one after another.
 
     Args:
         sent: The messages in the order in which they are ready.
         end_seconds: The moment.
-        link: The link; its latency counts once, after the last message.
+        link: The link.
+        num_hops: How often the last message waits for the latency of the link.
 
     Example:
-        >>> exposed_seconds([Message(1.0, 20.0), Message(2.0, 20.0)], 2.5, Link(0.5, 10.0))
-        3.0
+        >>> exposed_seconds([Message(1.0, 20.0), Message(2.0, 20.0)], 2.5, Link(0.5, 10.0), num_hops=2)
+        3.5
     """
     now_seconds = 0.0
     for ready, sent_bytes in sent:
         now_seconds = max(now_seconds, min(ready, end_seconds)) + sent_bytes / link.bytes_per_second
-    return max(0.0, now_seconds - end_seconds) + link.latency_seconds
+    return max(0.0, now_seconds - end_seconds) + num_hops * link.latency_seconds
+
+
+def num_hops(num_members: int) -> int:
+    """Return how often a sum over all members of a ring waits for the latency of a link: once and again around it.
+
+    Args:
+        num_members: Members of the ring.
+
+    Example:
+        >>> num_hops(4)
+        6
+    """
+    return 2 * (num_members - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -98,6 +99,23 @@ class Layout:
         """The replicas of one host."""
         return self.num_replicas // self.num_hosts
 
+    @property
+    def num_owners(self) -> int:
+        """The replicas over which the weights, their updates and the optimizer's state are divided.
+
+        Those of pipelines in one process always are, and so are those of shards in a job of several hosts.
+
+        Example:
+            >>> Layout(2).num_owners, Layout(2, shard="optimizer").num_owners, Layout(2, 2, 4).num_owners
+            (1, 2, 2)
+            >>> Layout(4, 2, 4, num_hosts=2).num_owners, Layout(4, 2, 4, num_hosts=2, shard="optimizer").num_owners
+            (2, 4)
+        """
+        if self.shard is not None:
+            return self.num_replicas
+        runs_stages = self.num_stages > 1 or (self.num_shards > 1 and self.num_hosts > 1)
+        return self.replicas_per_host if runs_stages else 1
+
     def __str__(self) -> str:
         """Return the name of the layout in a table."""
         shard = [f'shard="{self.shard}"'] if self.shard else []
@@ -134,6 +152,7 @@ class Refusal:
 
 _MICROBATCHES_PER_STAGE = (1, 2, 4, 8)
 _MOST_NAMED = 4
+_STATE_OF_REPLICAS: tuple[Shard, ...] = (None, "optimizer")
 _SCHEDULES: tuple[Literal["1f1b", "zero_bubble"], ...] = ("1f1b", "zero_bubble")
 
 
@@ -168,8 +187,7 @@ def candidates(
             replicas = total // size
             yield from _pipelines(size, replicas, num_hosts, batch, num_blocks)
             if divides_layers:
-                layout = Layout(num_replicas=replicas, num_shards=size, num_hosts=num_hosts)
-                yield layout if batch >= replicas else _too_small(layout, batch)
+                yield from _shards(size, replicas, num_hosts, batch)
 
 
 def numbers_tried(number: int) -> list[int]:
@@ -207,7 +225,6 @@ def never_tried(num_devices: int, num_hosts: int, num_blocks: int, divides_layer
         yield "gpipe (1f1b is as fast, with less memory)"
         others += ["interleaved"] if num_blocks >= 4 else []  # two stages on each of two devices
         others += ["Pipeline(num_shards=n)"] if divides_layers and num_devices >= 4 else []
-        others += ["Hybrid(shard)"] if num_devices * num_hosts >= 4 else []
         numbers.append(f"micro-batches but {', '.join(map(str, _MICROBATCHES_PER_STAGE))} a stage")
     if num_blocks > 1 and num_hosts > 1:
         others.append("pipelines across hosts")
@@ -242,6 +259,12 @@ def _replicas(
             yield layout if batch >= total else _too_small(layout, batch)
 
 
+def _shards(num_shards: int, replicas: int, num_hosts: int, batch: int) -> Iterator[Layout | Refusal]:
+    for shard in _STATE_OF_REPLICAS if replicas > 1 else (None,):
+        layout = Layout(replicas, num_shards=num_shards, num_hosts=num_hosts, shard=shard)
+        yield layout if batch >= replicas else _too_small(layout, batch)
+
+
 def _pipelines(
     num_stages: int, replicas: int, num_hosts: int, batch: int, num_blocks: int
 ) -> Iterator[Layout | Refusal]:
@@ -255,9 +278,10 @@ def _pipelines(
     possible = [count for count in counts if count * replicas <= batch]
     if not possible:
         yield _too_small(Layout(replicas, num_stages, counts[0], num_hosts=num_hosts), batch)
-    for count in possible:
-        for schedule in _SCHEDULES:
-            layout = Layout(replicas, num_stages, count, schedule, num_hosts=num_hosts)
-            yield layout
-            if schedule == "1f1b":
-                yield dataclasses.replace(layout, recompute=True)
+    # In one process the state of a pipeline is divided over its replicas anyway.
+    shards = _STATE_OF_REPLICAS if num_hosts > 1 else (None,)
+    for count, schedule, shard in itertools.product(possible, _SCHEDULES, shards):
+        layout = Layout(replicas, num_stages, count, schedule, num_hosts=num_hosts, shard=shard)
+        yield layout
+        if schedule == "1f1b":
+            yield dataclasses.replace(layout, recompute=True)

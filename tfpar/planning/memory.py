@@ -101,7 +101,7 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int, *, shares_me
     if layout.shard == "weights":
         used = _fully_sharded_bytes(layout, model, share, shares_memory)
     elif layout.num_shards > 1:
-        used = _divided_bytes(layout, model, share) * layout.num_replicas
+        used = _divided_bytes(layout, model, share, shares_memory)
     else:
         used = _replica_bytes(layout, model, share, shares_memory)
     batches = itertools.cycle(_batches_on_devices(layout, shares_memory))
@@ -216,17 +216,27 @@ def _blocks_of_weights(model: ModelCosts) -> list[Sequence[BlockCost]]:
     return [model.blocks[end - number : end] for number, end in zip(numbers, ends, strict=True)]
 
 
-def _divided_bytes(layout: Layout, model: ModelCosts, share: int) -> list[int]:
-    """Return the bytes of each device of a replica: a part of each divided layer, and on the first one the others."""
+def _divided_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory: bool) -> list[int]:
+    """Return the bytes of each device: a part of each divided layer, and on the first one of a replica the others."""
     of_weights = sum(block.divided_bytes for block in model.blocks) / max(1, model.weight_bytes)
     saved = _saved_bytes(model.blocks, share)
     of_divided = sum(block.saved.of(share) for block in model.blocks if block.is_divided)
     of_tensors = of_divided / saved if saved else 0.0
-    state = model.weight_bytes + model.slot_bytes + model.working.of(0)
     tensors = model.working.of(share) - model.working.of(0)
-    part = (state * of_weights + tensors * of_tensors) / layout.num_shards
-    whole = state * (1 - of_weights) + tensors * (1 - of_tensors)
-    return [round(part + whole), *[round(part)] * (layout.num_shards - 1)]
+    used: list[int] = []
+    for owned in _owned_parts(layout):
+        state = model.weight_bytes * (owned if shares_memory else 1) + model.slot_bytes * owned + model.working.of(0)
+        part = (state * of_weights + tensors * of_tensors) / layout.num_shards
+        whole = state * (1 - of_weights) + tensors * (1 - of_tensors)
+        used += [round(part + whole), *[round(part)] * (layout.num_shards - 1)]
+    return used
+
+
+def _owned_parts(layout: Layout) -> list[float]:
+    """Return the part of the weights that each replica owns; without owners the first of each host owns all."""
+    if layout.num_owners > 1:
+        return [1 / layout.num_owners] * layout.num_replicas
+    return [float(replica % layout.replicas_per_host == 0) for replica in range(layout.num_replicas)]
 
 
 def _saved_bytes(blocks: Sequence[BlockCost], num_examples: int) -> int:
@@ -292,11 +302,13 @@ def _backward_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost
 
 
 def _fixed_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost], shares_memory: bool) -> int:
-    """Return the bytes of weights, summed gradients and optimizer state of a stage."""
+    """Return the bytes of weights, summed gradients and optimizer state of a stage.
+
+    Each replica owns a part of the weights, with their state, and has copies of the others during a step.
+    """
     trained = sum(block.trainable_bytes for block in stage)
-    slots = model.slot_bytes * trained / max(1, model.trainable_bytes)
-    if layout.shard is not None:
-        slots /= layout.num_replicas
+    slots = model.slot_bytes * trained / max(1, model.trainable_bytes) / layout.num_owners
+    weights = sum(block.weight_bytes for block in stage) / (layout.num_owners if shares_memory else 1)
     has_copies = layout.num_replicas > 1 and not shares_memory
     copies = max((block.trainable_bytes for block in stage), default=0) if has_copies else 0
-    return round(sum(block.weight_bytes for block in stage) + trained + slots + copies)
+    return round(weights + trained + slots + copies)

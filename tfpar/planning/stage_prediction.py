@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.schedule.links import Link
 from tfpar.planning.costs import BlockCost, MachineCosts, nearest
-from tfpar.planning.host_traffic import exposed_seconds, sent_by_replicas, sent_factor, sent_with_weights
+from tfpar.planning.host_traffic import exposed_seconds, num_hops, sent_by_replicas, sent_factor, sent_with_weights
 from tfpar.planning.step_costs import StepCosts
 
 
@@ -113,8 +113,7 @@ class Stage:
         """The seconds of the update of its weights on one device."""
         layout, model = self._step.layout, self._step.model
         seconds = model.update_seconds * self._trainable_bytes / max(1, model.trainable_bytes)
-        if layout.shard is not None:
-            seconds /= layout.num_replicas
+        seconds /= layout.num_owners
         if layout.num_shards > 1:
             divided = sum(block.divided_bytes for block in self._blocks) / max(1, model.weight_bytes)
             seconds *= 1 - divided + divided / layout.num_shards
@@ -133,9 +132,11 @@ class Stage:
         replicas = layout.replicas_per_host
         if replicas > 1:
             gradients = _link(machine, machine.reduce, replicas).seconds(self._trainable_bytes, self._num_weights)
-            seconds += gradients / replicas if layout.shard is not None else gradients
-        if replicas > 1 and layout.shard is not None:  # the new weights, from their owners
-            seconds += machine.add.seconds(self._trainable_bytes, self._num_weights)
+            seconds += gradients / replicas if layout.num_owners > 1 else gradients
+        if replicas > 1 and layout.num_owners > 1:  # the new weights, from their owners
+            is_grid = layout.num_stages > 1 or layout.num_shards > 1
+            new = machine.copy if is_grid else machine.add
+            seconds += new.seconds(self._trainable_bytes, self._num_weights)
         if replicas > 1 and layout.shard == "weights":  # once for each pass
             seconds += machine.copy.seconds(self._step.model.weight_bytes, self._num_weights)
             blocks = num_blocks([block.weight_bytes for block in self._blocks]) if self._blocks else 1
@@ -151,11 +152,14 @@ class Stage:
             return 0.0
         on_gpus = not step.machine.num_cores
         if step.divides_model:
-            return link.seconds(sent_factor(layout, on_gpus=on_gpus) * self._trainable_bytes)
+            sent_bytes = sent_factor(layout, on_gpus=on_gpus) * self._trainable_bytes
+            return link.seconds(sent_bytes, num_hops(layout.num_hosts))
         end_seconds = step.slowdown[0] * (self.forward_seconds + self.backward_seconds)
         sent = sent_by_replicas(layout, step.model, self._ready_seconds(end_seconds), on_gpus=on_gpus)
-        weights_bytes = sent_with_weights(layout, step.model.variable_bytes)
-        return exposed_seconds(sent, end_seconds, link) + weights_bytes / link.bytes_per_second
+        hops = num_hops(layout.num_replicas)
+        weights_bytes = sent_with_weights(layout, step.model.variable_bytes)  # once around the ring
+        weights_seconds = link.seconds(weights_bytes, hops // 2) if weights_bytes else 0.0
+        return exposed_seconds(sent, end_seconds, link, hops) + weights_seconds
 
     def _ready_seconds(self, end_seconds: float) -> list[float]:
         """Return when the gradients of each block are there: those of the last block first."""

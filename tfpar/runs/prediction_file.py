@@ -117,7 +117,8 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
             return None
         if settings.across_workers or settings.num_shards > 1:
             return None
-        shard = settings.shard if isinstance(settings, config.Hybrid) else None
+        # In one process the replicas of a pipeline divide the state of its optimizer anyway.
+        shard = settings.shard if isinstance(settings, config.Hybrid) and hosts > 1 else None
         return Layout(
             replicas * hosts, settings.num_stages, settings.num_microbatches, settings.schedule, settings.recompute,
             shard, num_hosts=hosts,
