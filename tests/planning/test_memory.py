@@ -154,6 +154,12 @@ def test_the_replicas_of_a_pipeline_divide_its_state_in_one_process() -> None:
     )
 
 
+def test_stages_before_a_cut_between_hosts_save_one_micro_batch_more() -> None:
+    one_host = bytes_of_devices(Layout(1, 4, 8), MODEL, 64)
+    across = bytes_of_devices(Layout(1, 4, 8, num_hosts=2, across_hosts=True), MODEL, 64)
+    assert [more - one for more, one in zip(across, one_host, strict=True)] == [8 * 8, 8 * 8, 0, 0]
+
+
 def test_the_first_replica_of_shards_holds_their_state_unless_it_is_divided() -> None:
     assert slots_of(Layout(2, num_shards=2)) == [400, 400, 0, 0]
     assert slots_of(Layout(2, num_shards=2, shard="optimizer")) == [200] * 4

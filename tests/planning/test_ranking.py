@@ -161,7 +161,7 @@ def test_several_hosts_name_what_is_not_considered_over_them() -> None:
     plan = rank([step(TWO, 1.0)], [], whole, machine)
     assert plan.not_considered == (
         "gpipe (1f1b is as fast, with less memory)",
-        "interleaved, pipelines across hosts (not predicted)",
+        "interleaved, grids across hosts (not predicted)",
         "micro-batches but 1, 2, 4, 8 a stage (too many to compare)",
         "TensorParallel (no layer that it divides)",
     )

@@ -232,6 +232,45 @@ def test_divided_state_sends_as_many_bytes_as_whole_state_or_more(
     assert network("optimizer") == pytest.approx(factor * network(None))
 
 
+ACROSS = Layout(1, 4, 8, num_hosts=2, across_hosts=True)
+CUT = dataclasses.replace(MODEL, blocks=tuple(dataclasses.replace(block, cut=Bytes(0, 10)) for block in BLOCKS))
+
+
+def across(cut_seconds: float, model: ModelCosts = CUT, layout: Layout = ACROSS) -> float:
+    """Return the step on two hosts of two devices where a micro-batch takes some seconds from one to the other."""
+    link = Link(0.0, 10 / cut_seconds)
+    return seconds(layout, model, dataclasses.replace(MACHINE, num_hosts=2, network=link))
+
+
+def test_a_pipeline_across_hosts_takes_as_long_as_one_of_a_host_but_for_its_transfers() -> None:
+    one_host = seconds(Layout(1, 4, 8), CUT)
+    assert across(1e-9) == pytest.approx(one_host)
+    # Its first micro-batch and its last gradients cross the network; more micro-batches in flight hide the others.
+    assert one_host + 2 * 0.5 <= across(0.5) < one_host + 4 * 0.5
+
+
+def test_transfers_between_hosts_are_waited_for_where_backward_passes_are_split() -> None:
+    split = dataclasses.replace(ACROSS, schedule="zero_bubble")
+    assert across(0.5, layout=split) > across(1e-9, layout=split)
+
+
+def test_devices_of_other_hosts_do_not_slow_a_stage_down() -> None:
+    shared = dataclasses.replace(MACHINE, slowdown={1: 1.0, 2: 1.5, 4: 3.0}, num_hosts=2, network=NO_COST)
+    two = dataclasses.replace(shared, slowdown={1: 1.0, 2: 1.5})
+    assert seconds(ACROSS, machine=shared) == seconds(ACROSS, machine=two)
+    assert seconds(Layout(1, 4, 8), machine=shared) > seconds(Layout(1, 4, 8), machine=two)
+
+
+def test_a_pipeline_across_hosts_is_a_candidate_with_its_settings() -> None:
+    found = [one for one in candidates(2, 2, 64, num_blocks=4, divides_layers=False) if isinstance(one, Layout)]
+    pipelines = {str(one): one for one in found if one.across_hosts}
+    assert {one.num_stages for one in pipelines.values()} == {2, 4}, "one or both devices of each host"
+    assert pipelines["Pipeline(4, 4, across_workers, hosts=2)"].settings == {
+        "kind": "pipeline", "num_stages": 4, "num_microbatches": 4, "across_workers": True,
+    }  # fmt: skip
+    assert ACROSS.settings_on(["GPU:0", "GPU:1"])["devices"] == ["0/GPU:0", "0/GPU:1", "1/GPU:0", "1/GPU:1"]
+
+
 def test_stages_balance_the_time_of_their_blocks() -> None:
     heavy = (dataclasses.replace(BLOCKS[0], backward=Line(0, 8.0)), *BLOCKS[1:])
     stages = stages_of(dataclasses.replace(MODEL, blocks=heavy), Layout(1, 2, 4), 8)

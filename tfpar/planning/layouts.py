@@ -26,6 +26,7 @@ class Layout:
         shard: What is divided over the replicas; None for nothing.
         num_shards: Devices that divide each layer of a replica; 1 for tensor parallelism of none.
         num_hosts: Hosts, each with the same number of devices.
+        across_hosts: Whether the hosts have consecutive stages of one pipeline, and not replicas.
 
     Example:
         >>> str(Layout(num_replicas=2, num_stages=2, num_microbatches=8))
@@ -42,6 +43,7 @@ class Layout:
     shard: Shard = None
     num_shards: int = 1
     num_hosts: int = 1
+    across_hosts: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -52,7 +54,7 @@ class Layout:
     def kind(self) -> str:
         """The `strategy.kind` of the train command."""
         if self.num_stages > 1:
-            return "hybrid" if self.num_replicas > 1 or self.num_hosts > 1 else "pipeline"
+            return "hybrid" if self.num_replicas > 1 or self.num_parts > 1 else "pipeline"
         if self.num_shards > 1:
             return "tensor_parallel"
         if self.num_hosts > 1:
@@ -72,6 +74,7 @@ class Layout:
             found |= {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
             found |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
             found |= {"recompute": True} if self.recompute else {}
+            found |= {"across_workers": True} if self.across_hosts else {}
         if self.num_shards > 1:
             found |= {"num_shards": self.num_shards}
         if self.kind in ("hybrid", "tensor_parallel") and self.replicas_per_host > 1:
@@ -92,12 +95,37 @@ class Layout:
         """
         if self.kind == "single_device":
             return {**self.settings, "device": devices[0]}
-        return {**self.settings, "devices": list(devices[: self.num_devices // self.num_hosts])}
+        used = list(devices[: self.devices_per_host])
+        if self.across_hosts:
+            used = [f"{host}/{name}" for host in range(self.num_hosts) for name in used]
+        return {**self.settings, "devices": used}
+
+    @property
+    def devices_per_host(self) -> int:
+        """The devices of one host."""
+        return self.num_devices // self.num_hosts
+
+    @property
+    def num_parts(self) -> int:
+        """The hosts, each with a part of the batch; 1 where one pipeline is on all of them."""
+        return 1 if self.across_hosts else self.num_hosts
 
     @property
     def replicas_per_host(self) -> int:
         """The replicas of one host."""
-        return self.num_replicas // self.num_hosts
+        return self.num_replicas // self.num_parts
+
+    def crosses_hosts(self, cut: int) -> bool:
+        """Return whether the stages before and after a cut are on different hosts.
+
+        Args:
+            cut: The number of the stage before it.
+
+        Example:
+            >>> [Layout(1, 4, 8, num_hosts=2, across_hosts=True).crosses_hosts(cut) for cut in range(3)]
+            [False, True, False]
+        """
+        return self.across_hosts and (cut + 1) % self.devices_per_host == 0
 
     @property
     def num_owners(self) -> int:
@@ -123,6 +151,7 @@ class Layout:
         if self.num_stages > 1:
             options = [f'"{self.schedule}"'] if self.schedule != "1f1b" else []
             options += ["recompute"] if self.recompute else []
+            options += ["across_workers", *hosts] if self.across_hosts else []
             one = f"Pipeline({', '.join([str(self.num_stages), str(self.num_microbatches), *options])})"
         elif self.num_shards > 1:
             one = f"TensorParallel({self.num_shards})"
@@ -188,6 +217,8 @@ def candidates(
             yield from _pipelines(size, replicas, num_hosts, batch, num_blocks)
             if divides_layers:
                 yield from _shards(size, replicas, num_hosts, batch)
+        if num_hosts > 1:
+            yield from _pipelines(total, 1, num_hosts, batch, num_blocks, across_hosts=True)
 
 
 def numbers_tried(number: int) -> list[int]:
@@ -227,7 +258,7 @@ def never_tried(num_devices: int, num_hosts: int, num_blocks: int, divides_layer
         others += ["Pipeline(num_shards=n)"] if divides_layers and num_devices >= 4 else []
         numbers.append(f"micro-batches but {', '.join(map(str, _MICROBATCHES_PER_STAGE))} a stage")
     if num_blocks > 1 and num_hosts > 1:
-        others.append("pipelines across hosts")
+        others.append("grids across hosts")
     if others:
         yield f"{', '.join(others)} (not predicted)"
     numbers += [*_untried(num_devices, "devices"), *_untried(num_hosts, "hosts")]
@@ -266,22 +297,22 @@ def _shards(num_shards: int, replicas: int, num_hosts: int, batch: int) -> Itera
 
 
 def _pipelines(
-    num_stages: int, replicas: int, num_hosts: int, batch: int, num_blocks: int
+    num_stages: int, replicas: int, num_hosts: int, batch: int, num_blocks: int, *, across_hosts: bool = False
 ) -> Iterator[Layout | Refusal]:
     if num_blocks == 0:
         return
-    if num_stages > num_blocks:
-        layout = Layout(replicas, num_stages, num_stages, num_hosts=num_hosts)
-        yield Refusal(layout, f"{num_blocks} block{'s' * (num_blocks != 1)}")
-        return
     counts = [per_stage * num_stages for per_stage in _MICROBATCHES_PER_STAGE]
+    least = Layout(replicas, num_stages, counts[0], num_hosts=num_hosts, across_hosts=across_hosts)
+    if num_stages > num_blocks:
+        yield Refusal(least, f"{num_blocks} block{'s' * (num_blocks != 1)}")
+        return
     possible = [count for count in counts if count * replicas <= batch]
     if not possible:
-        yield _too_small(Layout(replicas, num_stages, counts[0], num_hosts=num_hosts), batch)
+        yield _too_small(least, batch)
     # In one process the state of a pipeline is divided over its replicas anyway.
-    shards = _STATE_OF_REPLICAS if num_hosts > 1 else (None,)
+    shards = _STATE_OF_REPLICAS if least.num_parts > 1 else (None,)
     for count, schedule, shard in itertools.product(possible, _SCHEDULES, shards):
-        layout = Layout(replicas, num_stages, count, schedule, num_hosts=num_hosts, shard=shard)
+        layout = dataclasses.replace(least, num_microbatches=count, schedule=schedule, shard=shard)
         yield layout
         if schedule == "1f1b":
             yield dataclasses.replace(layout, recompute=True)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.blocks import blocks_within, num_blocks
 from tfpar.pipeline.schedule.simulator import Durations, peak_bytes
+from tfpar.pipeline.schedule.transfer_hiding import with_more_in_flight
 from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
 from tfpar.planning.stage_costs import stages_of
@@ -251,6 +252,8 @@ def _temporary_bytes(model: ModelCosts, blocks: Sequence[BlockCost], num_example
 def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int, shares_memory: bool) -> list[int]:
     """Return the bytes of each stage."""
     schedule = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
+    if layout.across_hosts and layout.schedule == "1f1b":  # to hide transfers
+        schedule = with_more_in_flight(schedule, tuple(filter(layout.crosses_hosts, range(layout.num_stages - 1))))
     size = -(-batch // (layout.num_replicas * layout.num_microbatches))
     stages = stages_of(model, layout, batch)
     inputs = [(model.input_bytes - model.target_bytes) * size, *(stage[-1].cut.of(size) for stage in stages[:-1])]

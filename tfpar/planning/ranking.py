@@ -93,7 +93,7 @@ def settings_of(layout: Layout, machine: MachineCosts, devices: Sequence[str] = 
     """
     if devices:
         return layout.settings_on(devices)
-    settings, used = layout.settings, layout.num_devices // layout.num_hosts
+    settings, used = layout.settings, layout.devices_per_host
     if machine.device == "CPU":
         return settings | ({"num_logical_cpus": used} if used > 1 else {})
     # These use all GPUs unless some are named.
@@ -310,5 +310,7 @@ def _grid(layout: Layout) -> str:
     if layout.num_stages == 1:
         return str(layout)
     hosts = f", hosts={layout.num_hosts}" if layout.num_hosts > 1 else ""
+    if layout.across_hosts:
+        return f"Pipeline({layout.num_stages}, across_workers{hosts})"
     one = f"Pipeline({layout.num_stages})"
     return one if layout.num_replicas == 1 and not hosts else f"Hybrid({layout.num_replicas} x {one}{hosts})"

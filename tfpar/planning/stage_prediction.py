@@ -103,10 +103,13 @@ class Stage:
             total += seconds
         return total * step.compute_scale
 
-    @property
-    def transfer_seconds(self) -> float:
-        """The seconds of a copy of a micro-batch to the next stage."""
-        return self._step.machine.copy.seconds(self._blocks[-1].cut.of(self._step.size))
+    def transfer_seconds(self, link: Link) -> float:
+        """Return the seconds of a copy of a micro-batch to the next stage.
+
+        Args:
+            link: The link between the devices of both.
+        """
+        return link.seconds(self._blocks[-1].cut.of(self._step.size))
 
     @property
     def update_seconds(self) -> float:
@@ -148,7 +151,7 @@ class Stage:
         """The seconds of the all-reduce of the gradients between hosts, beyond the backward pass."""
         step = self._step
         layout, link = step.layout, step.network
-        if layout.num_hosts == 1:
+        if layout.num_parts == 1:
             return 0.0
         on_gpus = not step.machine.num_cores
         if step.divides_model:

@@ -35,8 +35,10 @@ class StepCosts:
 
     def slowdown_of(self, measured: Mapping[int, float]) -> tuple[float, ...]:
         """Return the slow-down with 1, 2 and more devices of a replica at once, and as many of the others."""
-        copies = self.layout.replicas_per_host * self.layout.num_shards
-        numbers = range(1, self.layout.num_stages + 1)
+        layout = self.layout
+        copies = layout.replicas_per_host * layout.num_shards
+        of_host = layout.devices_per_host // copies
+        numbers = (min(number, of_host) for number in range(1, layout.num_stages + 1))
         return tuple(nearest(measured, copies * number) or 1.0 for number in numbers)
 
     @functools.cached_property

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.contention import ends_together
+from tfpar.pipeline.schedule.links import Link
 from tfpar.pipeline.schedule.simulator import Durations, Timeline, microbatch_scale, simulate
+from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
 from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
 from tfpar.planning.rows import PredictedStep
@@ -68,8 +70,7 @@ class _Step:
         machine, layout = self._machine, self._layout
         if not machine.num_cores:
             return 0.0
-        devices_per_host = layout.num_devices // layout.num_hosts
-        busy_cores = min(machine.num_cores, devices_per_host * machine.cores_of_device)
+        busy_cores = min(machine.num_cores, layout.devices_per_host * machine.cores_of_device)
         free_core_seconds = machine.num_cores * step_seconds - busy_cores * (step_seconds - bubble_seconds)
         return max(0.0, self._model.data_core_seconds / machine.speed - free_core_seconds) / machine.num_cores
 
@@ -82,20 +83,33 @@ class _Step:
         layout, scale = self._layout, tuple[float, ...]()
         if layout.num_stages > 1:
             num_microbatches = layout.replicas_per_host * layout.num_microbatches
-            scale = microbatch_scale(-(-self._costs.batch // layout.num_hosts), num_microbatches)
+            scale = microbatch_scale(-(-self._costs.batch // layout.num_parts), num_microbatches)
         starts = range(0, len(scale) or 1, layout.num_microbatches)
         durations = self._durations()
         for of_one in dict.fromkeys(scale[start : start + layout.num_microbatches] for start in starts):
             of_replica = dataclasses.replace(durations, microbatch_scale=of_one)
-            yield of_replica, simulate(self._schedule, of_replica)
+            yield of_replica, simulate(self._schedule(of_replica), of_replica)
 
     @functools.cached_property
-    def _schedule(self) -> Schedule:
+    def _order(self) -> Schedule:
         """The schedule of one replica: the others do the same at the same time."""
         layout = self._layout
         if layout.num_stages == 1:
             return schedules.make("gpipe", 1, 1)
         return schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
+
+    def _schedule(self, durations: Durations) -> Schedule:
+        """Return the schedule, in which transfers between hosts are hidden by more micro-batches in flight."""
+        if not self._layout.across_hosts:
+            return self._order
+        crossing = map(self._layout.crosses_hosts, range(len(durations.transfer_seconds)))
+        between = tuple(
+            one if crosses else 0.0 for one, crosses in zip(durations.transfer_seconds, crossing, strict=True)
+        )
+        return hiding_transfers(self._order, dataclasses.replace(durations, transfer_seconds=between))
+
+    def _link(self, cut: int) -> Link:
+        return self._costs.network if self._layout.crosses_hosts(cut) else self._machine.copy
 
     def _durations(self) -> Durations:
         stages, is_below = [], False
@@ -110,7 +124,7 @@ class _Step:
             backward_seconds=tuple(backward),
             input_gradient_seconds=tuple(backward),
             weight_gradient_seconds=tuple(weights),
-            transfer_seconds=tuple(stage.transfer_seconds for stage in stages[:-1]),
+            transfer_seconds=tuple(stage.transfer_seconds(self._link(cut)) for cut, stage in enumerate(stages[:-1])),
             update_seconds=ends_together([stage.update_seconds for stage in stages], slowdown),
             reduction_seconds=tuple(stage.reduction_seconds for stage in stages),
             all_reduce_seconds=tuple(stage.network_seconds for stage in stages),
@@ -128,7 +142,7 @@ class _Step:
         end_seconds = max(span.end_seconds for span in planned.spans)
         name = "sums of activations" if self._layout.num_shards > 1 else "all-reduce"
         alone = dataclasses.replace(durations, all_reduce_seconds=())
-        without_network = simulate(self._schedule, alone) if self._layout.num_hosts > 1 else planned
+        without_network = simulate(self._schedule(alone), alone) if self._layout.num_parts > 1 else planned
         return {
             "bubble": end_seconds - busy if self._layout.num_stages > 1 else 0.0,
             name: min(sum(durations.reduction_seconds), planned.step_seconds),

@@ -138,8 +138,8 @@ def _planned_seconds(plan: Mapping[str, Any] | None, row: Mapping[str, Any] | No
     if plan is None or row is None:
         return None
     measured = plan["measured"]
-    num_used = layout.num_devices // layout.num_hosts
-    is_equal = has_equal_devices(measured["device"], num_divided(measured), num_used, cores.num_allowed_cores())
+    there = cores.num_allowed_cores()
+    is_equal = has_equal_devices(measured["device"], num_divided(measured), layout.devices_per_host, there)
     return row["step_seconds"] if is_equal else None
 
 
