@@ -221,6 +221,20 @@ def candidates(
             yield from _pipelines(total, 1, num_hosts, batch, num_blocks, across_hosts=True)
 
 
+def smallest_microbatch(batch: int, num_devices: int) -> int:
+    """Return the fewest examples of a micro-batch of any candidate on one host.
+
+    Args:
+        batch: Examples of the global batch.
+        num_devices: Devices of the host.
+
+    Example:
+        >>> smallest_microbatch(64, num_devices=2)
+        4
+    """
+    return max(1, batch // (num_devices * max(_MICROBATCHES_PER_STAGE)))
+
+
 def numbers_tried(number: int) -> list[int]:
     """Return the numbers of devices, or of hosts, to consider: all, half of them, and the powers of two below.
 

@@ -20,7 +20,7 @@ from tfpar.planning.contention import are_alike, may_share_model, measure_slowdo
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
 from tfpar.planning.factor_measurement import with_factors
 from tfpar.planning.given_data import MakeTrainer, ReadOnce, prepared
-from tfpar.planning.layouts import Layout
+from tfpar.planning.layouts import Layout, smallest_microbatch
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
@@ -31,7 +31,7 @@ from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import Mirrored, SingleDevice, Strategy, batch_dependence, from_settings
 from tfpar.trainer import Trainer
 
-_MOST_SIZES = 7
+_MOST_POWER = 6  # the smallest part of a batch is a 64th of it
 _MOST_DEVICES_AT_ONCE = 4
 _LONG_SECONDS = 0.03  # of a step; above it, the half millisecond that a replica adds on a CPU is less than a sixtieth
 
@@ -70,7 +70,7 @@ def measure(
             data_core_seconds=given.core_seconds,
             replica_seconds=replica_seconds,
         )
-        stages = measure_stages(make_trainer, devices, costs)
+        stages = measure_stages(make_trainer, devices, costs, num_planned)
         costs = dataclasses.replace(costs, staged=stages.seconds, split_factor=None)
         machine, machine_spread = _measure_machine(make_trainer, loop, batch, devices, num_planned, costs)
         # The first measurement and the last one are the same: what lies between them is as uncertain as their drift.
@@ -138,17 +138,22 @@ def strategy_of(layout: Layout, devices: Sequence[str]) -> Strategy:
 
 
 def sizes_of(batch: int, num_devices: int) -> list[int]:
-    """Return the numbers of examples to measure: the batch, halves of it, and the share of each of all devices.
+    """Return the numbers of examples to measure.
 
     Args:
         batch: Examples of the global batch.
         num_devices: Number of devices.
 
+    Returns:
+        The batch, halves of it as far as a micro-batch of a pipeline on all devices, the share of each device, and a
+        small part, whose step is mostly the update.
+
     Example:
         >>> sizes_of(64, 2)
-        [1, 2, 4, 8, 16, 32, 64]
+        [1, 4, 8, 16, 32, 64]
     """
-    halves = {-(-batch // (1 << power)) for power in range(_MOST_SIZES)}
+    powers = [power for power in range(_MOST_POWER) if smallest_microbatch(batch, num_devices) <= batch >> power]
+    halves = {-(-batch // (1 << power)) for power in [*powers, _MOST_POWER]}
     return sorted(halves | {-(-batch // num_devices)})
 
 

@@ -10,11 +10,12 @@ import tensorflow as tf
 from tfpar.planning.contention import Slowdown, may_share_model, measure_slowdown
 from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.given_data import ReadOnce, prepared
+from tfpar.planning.layouts import smallest_microbatch
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_steps
 from tfpar.planning.steps_without_update import PipelineWithoutUpdate
 
 _MICROBATCHES = 4
-_SIZES = 4
+_MOST_SIZES = 4
 _DEVICES_AT_ONCE = 2
 
 
@@ -47,20 +48,25 @@ class Stages(NamedTuple):
         return {number: min(max(1.0, one * ratio), number) for number, one in measured.items()}
 
 
-def measure_stages(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> Stages:
+def measure_stages(
+    make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts, num_planned: int | None = None
+) -> Stages:
     """Measure micro-batches in pipelines of one stage, whose steps add up gradients as those of more do.
 
     Args:
         make_trainer: The trainers of the plan.
         devices: The devices of this machine.
         costs: The costs of the model, with its blocks.
+        num_planned: Devices of a host to plan for; None for those that are there.
 
     Returns:
         What was measured: nothing for a model that cannot be cut, or whose batch is too small.
     """
     if not costs.blocks or costs.batch < _MICROBATCHES:
         return Stages()
-    sizes = sorted({max(1, costs.batch // (_MICROBATCHES << power)) for power in range(_SIZES)})
+    smallest = smallest_microbatch(costs.batch, num_planned or len(devices))
+    halves = (costs.batch // (_MICROBATCHES << power) for power in range(_MOST_SIZES))
+    sizes = sorted({max(smallest, half) for half in halves})
     loop = _loop(make_trainer, devices[:1], [len(costs.blocks)])
     steps, spread = measure_steps(loop, [_MICROBATCHES * size for size in sizes])
     each = [one / _MICROBATCHES for one in steps.seconds]
