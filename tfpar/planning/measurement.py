@@ -179,8 +179,8 @@ def _measure_model(
         pieces_seconds = measure_loss_of_pieces(model, device, data.take_rows(batch, 0, share), SHARDS_OF_TRIAL)
     held = model_bytes(model, batch, device)
     with_all = with_bytes(blocks.costs, traced, num_examples, device)
-    if num_hosts > 1:
-        with_all = with_factors(with_all, traced, num_examples, device)
+    if num_hosts > 1 and traced.graph is not None:
+        with_all = with_factors(with_all, model, traced.graph, batch, device)
     costs = ModelCosts(
         name=model.name,
         num_parameters=model.count_params(),

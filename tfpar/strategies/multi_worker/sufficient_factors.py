@@ -104,10 +104,10 @@ def sufficient_factors_of(gradient: Any, num_examples: int, num_threads: int = 1
         num_threads: The threads that multiply on a worker, equal on all workers.
     """
     factors = factors_of(gradient)
-    rows_per_example = None if factors is None else _rows_per_example(factors.inputs)
-    if factors is None or rows_per_example is None:
+    num_rows = None if factors is None else num_rows_of(factors, num_examples)
+    if num_rows is None:
         return None
-    num_rows, (num_inputs, num_outputs) = math.ceil(rows_per_example * num_examples), gradient.shape
+    num_inputs, num_outputs = gradient.shape
     return factors if take_less_time(num_rows, num_inputs, num_outputs, num_threads) else None
 
 
@@ -123,6 +123,17 @@ def factors_of(gradient: Any) -> Factors | None:
     if matmul.type != "MatMul" or not matmul.get_attr("transpose_a") or matmul.get_attr("transpose_b"):
         return None
     return Factors(*matmul.inputs) if all(gradient.shape) else None
+
+
+def num_rows_of(factors: Factors, num_examples: int) -> int | None:
+    """Return the rows of factors for a global batch; None if the shapes in the graph do not determine them.
+
+    Args:
+        factors: The factors of a gradient.
+        num_examples: Examples of the global batch.
+    """
+    rows_per_example = _rows_per_example(factors.inputs)
+    return None if rows_per_example is None else math.ceil(rows_per_example * num_examples)
 
 
 def take_less_time(num_rows: int, num_inputs: int, num_outputs: int, num_threads: int) -> bool:
