@@ -72,6 +72,15 @@ def test_weights_that_the_model_function_sets_are_on_the_worker_of_their_stage(j
     assert [re.search(r"/task:(\d)/", home)[1] for home in homes] == ["0"] * 4 + ["1"] * 4  # type: ignore[index]
 
 
+def test_functions_of_python_run_on_the_chief_alone(job: workers.Workers) -> None:
+    (loss,) = job.results("Python on the chief", num_workers=1)
+    assert isinstance(loss, float)
+    (refused,) = job.results("Python on the other worker", num_workers=1)
+    assert isinstance(refused, workers.Raised)
+    assert "calls a Python function" in refused.trace
+    assert "is on worker 1: only the process that runs the steps has the function" in refused.trace
+
+
 def test_a_signal_to_the_other_worker_stops_the_first(job: workers.Workers) -> None:
     wait_for_training(job.folder)
     os.kill(job.pid(1), signal.SIGTERM)

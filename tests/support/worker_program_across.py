@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import Result, computing_in, train
@@ -48,6 +49,30 @@ def homes_of_set_weights(strategy: tfpar.Strategy) -> list[str]:
     return [variable.value.device for variable in trainer.model.trainable_variables]
 
 
+class Doubled(keras.layers.Layer):
+    """Doubles its inputs in Python."""
+
+    def call(self, inputs: Any) -> Any:
+        outputs = tf.numpy_function(lambda rows: 2 * rows, [inputs], inputs.dtype)
+        outputs.set_shape(inputs.shape)
+        return tf.stop_gradient(outputs)
+
+
+def with_python(strategy: tfpar.Strategy, *, first: bool) -> float:
+    """Train a model with a function of Python in its first or its last layer; return the loss."""
+
+    def build() -> keras.Model:
+        dense = [keras.layers.Dense(4) for _ in range(4)]
+        layers = [Doubled(), *dense] if first else [*dense, Doubled(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile("sgd", "mse")
+        return model
+
+    rows = tf.ones([6, 8])
+    data = tf.data.Dataset.from_tensors((rows, tf.zeros([6, 4 if first else 1])))
+    return float(tfpar.Trainer(build, strategy, seed=0).fit(data, verbose=0).history["loss"][0])
+
+
 class NotesEnds(keras.callbacks.Callback):
     """Writes a file after the first epoch."""
 
@@ -82,6 +107,8 @@ def main() -> None:
         "description": strategy.describe,
         "homes": functools.partial(homes, strategy),
         "homes of set weights": functools.partial(homes_of_set_weights, strategy),
+        "Python on the chief": functools.partial(with_python, strategy, first=True),
+        "Python on the other worker": functools.partial(with_python, strategy, first=False),
         "stopped": functools.partial(stopped, strategy, Path(root) / "trains"),
     }
     if "lost" in rows:

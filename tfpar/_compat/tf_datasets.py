@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 from tensorflow.python.data.ops import shard_op, shuffle_op
 
-from tfpar._compat import versions
+from tfpar._compat import tf_graph, versions
 
 _Shard, _Shuffle = versions.private(shard_op, "_ShardDataset"), versions.private(shuffle_op, "_ShuffleDataset")
 
@@ -45,12 +45,8 @@ def draws_random_numbers(dataset: tf.data.Dataset) -> bool:
         True
     """
     for one in versions.private(dataset, "_functions")():
-        graph = one.function.graph.as_graph_def()
-        functions = [node for function in graph.library.function for node in function.node_def]
-        operations = {node.op for node in (*graph.node, *functions)}
-        is_python = bool(operations & {"PyFunc", "EagerPyFunc", "PyFuncStateless"}) and not any(
-            "Generator" in operation for operation in operations
-        )
+        operations = tf_graph.operation_types(one.function.graph)
+        is_python = bool(operations & tf_graph.PYTHON) and not any("Generator" in one for one in operations)
         if is_python or any("Random" in operation or operation == "Multinomial" for operation in operations):
             return True
     return any(map(draws_random_numbers, versions.private(dataset, "_inputs")()))

@@ -26,6 +26,7 @@ _READS_AND_CALLS = {
     "While",
     "StatefulPartitionedCall",
 }
+PYTHON = frozenset(["PyFunc", "EagerPyFunc", "PyFuncStateless"])  # functions of the Python process that traced them
 
 
 def has_loops(graph: Any) -> bool:
@@ -34,9 +35,27 @@ def has_loops(graph: Any) -> bool:
     Args:
         graph: The graph of a concrete function.
     """
+    return bool(operation_types(graph) & {"While", "StatelessWhile"})
+
+
+def calls_python(graph: Any) -> bool:
+    """Return whether a function calls one of Python, as by `tf.numpy_function`, in the functions that it calls too.
+
+    Args:
+        graph: The graph of a concrete function.
+    """
+    return bool(operation_types(graph) & PYTHON)
+
+
+def operation_types(graph: Any) -> set[str]:
+    """Return the types of the operations of a function, and of the functions that it calls.
+
+    Args:
+        graph: The graph of a concrete function.
+    """
     whole = graph.as_graph_def()
     nodes = itertools.chain(whole.node, *(function.node_def for function in whole.library.function))
-    return any(node.op in ("While", "StatelessWhile") for node in nodes)
+    return {node.op for node in nodes}
 
 
 def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:

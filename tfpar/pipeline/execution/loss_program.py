@@ -15,6 +15,7 @@ from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, Loss
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
 from tfpar.pipeline.execution.output_functions import OutputFunction
+from tfpar.pipeline.execution.python_functions import refuse_python
 from tfpar.pipeline.execution.row_gradients import Kinds, known_kinds
 from tfpar.pipeline.execution.stage_values import MaskedTensor
 
@@ -168,6 +169,7 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
     if parameters or layer_states:
         variables = LossVariables(tuple(metric_states), tuple(layer_states), tuple(parameters))
         function, trace = trace_loss(loss, outputs, batch, variables)
+    refuse_python(function.graph, loss.devices, "The loss")
     kinds = known_kinds(function.graph, trace.weight_gradients, trace.varying)
     return LossProgram(loss, variables, trace, kinds, OutputFunction(function, outputs, loss.devices))
 

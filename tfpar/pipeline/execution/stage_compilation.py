@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, random_state, tf_divided_memory, tf_graph
 from tfpar.pipeline.execution.divided_calls import refuse_divided
+from tfpar.pipeline.execution.python_functions import refuse_python
 from tfpar.pipeline.execution.row_gradients import known_kinds
 from tfpar.pipeline.execution.row_padding import can_pad, outputs_per_example
 from tfpar.pipeline.execution.stage_functions import StageFunctions
@@ -81,6 +82,8 @@ def compile_stage(
     if unseen:  # a Lambda may read the weight of a layer that is not its own
         variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
         traced = trace(variables)
+    names = [call.operation.name for call in stage.calls]
+    refuse_python(traced.graph, devices, names[0] if len(names) == 1 else f"A layer from {names[0]} to {names[-1]}")
     if options.shards_weights:
         variables, reordered = with_untrained_weights(variables, traced)
     else:
