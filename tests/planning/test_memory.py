@@ -134,24 +134,19 @@ def test_logical_cpus_hold_equal_copies_once() -> None:
     assert saved_by_sharing(Layout(2, shard="optimizer", num_hosts=2)) == 0, "two hosts share nothing"
 
 
-def slots_of(layout: Layout) -> list[int]:
+def slots_of(layout: Layout, model: ModelCosts = MODEL, batch: int = 8) -> list[int]:
     """Return the bytes of the optimizer's state on each device."""
-    stateless = dataclasses.replace(MODEL, slot_bytes=0)
-    both = (bytes_of_devices(layout, one, 8) for one in (MODEL, stateless))
+    both = (bytes_of_devices(layout, one, batch) for one in (model, dataclasses.replace(model, slot_bytes=0)))
     return [held - without for held, without in zip(*both, strict=True)]
 
 
 def test_the_replicas_of_a_pipeline_divide_its_state_in_one_process() -> None:
     model = dataclasses.replace(MODEL, blocks=tuple(dataclasses.replace(one, saved=Bytes(0, 400)) for one in BLOCKS))
-    grid, pipeline = Layout(2, 2, 2), Layout(1, 2, 2)
     # The forward and backward passes need more than the update, so that the peak has no temporaries of slots.
-    divided, whole = (bytes_of_devices(grid, one, 16)[0] for one in (model, dataclasses.replace(model, slot_bytes=0)))
-    assert divided - whole == 800 / 2 / 2
-    assert (
-        bytes_of_devices(pipeline, model, 8)[0]
-        - bytes_of_devices(pipeline, dataclasses.replace(model, slot_bytes=0), 8)[0]
-        == 800 / 2
-    )
+    assert slots_of(Layout(2, 2, 2), model, 16)[0] == 800 / 2 / 2
+    assert slots_of(Layout(1, 2, 2), model, 8)[0] == 800 / 2
+    uneven = tuple(dataclasses.replace(one, variable_bytes=(90, 10)) for one in model.blocks)
+    assert slots_of(Layout(4, 2, 2), dataclasses.replace(model, blocks=uneven), 32)[0] == 400 * 90 / 200, "not a fourth"
 
 
 def test_stages_before_a_cut_between_hosts_save_one_micro_batch_more() -> None:
@@ -165,6 +160,11 @@ def test_the_first_replica_of_shards_holds_their_state_unless_it_is_divided() ->
     assert slots_of(Layout(2, num_shards=2, shard="optimizer")) == [200] * 4
     assert slots_of(Layout(2, num_shards=2, num_hosts=2)) == [400] * 4, "each host has all of it"
     assert slots_of(Layout(4, num_shards=2, num_hosts=2)) == [200] * 8, "its replicas divide it"
+    whole = dataclasses.replace(MODEL, blocks=(dataclasses.replace(BLOCKS[0], divided_bytes=0), *BLOCKS[1:]))
+    divided = 800 * 3 // 4 // 2
+    assert slots_of(Layout(2, num_shards=2, shard="optimizer"), whole) == [divided // 2 + 200, *[divided // 2] * 3]
+    on_hosts = Layout(2, num_shards=2, num_hosts=2, shard="optimizer")
+    assert slots_of(on_hosts, whole) == [divided // 2 + 100, divided // 2] * 2, "their replicas divide all weights"
 
 
 def test_replicas_hold_all_gradients_until_they_are_summed() -> None:

@@ -59,6 +59,26 @@ def test_a_sharded_optimizer_divides_the_update() -> None:
     assert seconds(Layout(2, num_shards=2, shard="optimizer")) == 24 + 2
 
 
+def test_the_owner_of_the_most_bytes_updates_the_longest() -> None:
+    uneven = dataclasses.replace(MODEL, variable_bytes=(100, 20, 20, 20))
+    assert seconds(Layout(2, shard="optimizer"), uneven) == 48 + 8 * 100 / 160
+    blocks = tuple(dataclasses.replace(block, variable_bytes=(30, 10)) for block in BLOCKS)
+    of_stages = dataclasses.replace(MODEL, blocks=blocks)
+    assert seconds(Layout(2, 2, 2), of_stages) == pytest.approx(seconds(Layout(2, 2, 2))), "30 10 and 30 10"
+    four = Layout(4, 2, 2)
+    assert seconds(four, of_stages) - seconds(four) == pytest.approx(4 * (30 / 80 - 1 / 4)), "30, 30, 10 and 10"
+
+
+def test_in_one_process_the_first_replica_of_shards_updates_the_weights_that_stay_whole() -> None:
+    model = dataclasses.replace(MODEL, blocks=(dataclasses.replace(BLOCKS[0], divided_bytes=0), *BLOCKS[1:]))
+    divided, whole = 8 * 3 / 4 / 2, 8 / 4
+    assert seconds(Layout(2, num_shards=2), model) == pytest.approx(24 + divided + whole)
+    assert seconds(Layout(2, num_shards=2, shard="optimizer"), model) == pytest.approx(24 + divided / 2 + whole)
+    hosts = dataclasses.replace(MACHINE, num_hosts=2, network=NO_COST)
+    on_hosts = Layout(2, num_shards=2, num_hosts=2, shard="optimizer")
+    assert seconds(on_hosts, model, hosts) == pytest.approx(24 + divided / 2 + whole / 2)
+
+
 def test_the_sum_of_gradients_adds_its_latency_and_bytes() -> None:
     slow = dataclasses.replace(MACHINE, reduce={2: Link(0.5, 160.0)})
     assert seconds(Layout(2), machine=slow) == 48 + 4 * 0.5 + 1 + 8

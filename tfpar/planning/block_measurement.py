@@ -85,11 +85,9 @@ def measure_blocks(model: keras.Model, traced: Traced, device: str, sizes: Seque
     if graph is None:
         return Blocks()
     profiles = [measure(graph, traced.inputs, size, device, times=True, flops=False) for size in sizes]
-    cuts = [Bytes(0, sum(map(bytes_per_example, values))) for values in cut_values(graph)]
-    blocks = [
-        _block(call.name, sizes, of_sizes, cut)
-        for call, of_sizes, cut in zip(graph.calls, zip(*profiles, strict=True), [*cuts, Bytes()], strict=True)
-    ]
+    cuts = [*(Bytes(0, sum(map(bytes_per_example, values))) for values in cut_values(graph)), Bytes()]
+    rows = zip(graph.calls, zip(*profiles, strict=True), cuts, _variable_bytes(graph), strict=True)
+    blocks = [_block(call.name, sizes, of_sizes, cut, weights) for call, of_sizes, cut, weights in rows]
     return _divided(model, graph, blocks)
 
 
@@ -108,7 +106,18 @@ def with_bytes(blocks: Sequence[BlockCost], traced: Traced, num_examples: int, d
     return tuple(dataclasses.replace(block, **one._asdict()) for block, one in zip(blocks, found, strict=True))
 
 
-def _block(name: str, sizes: Sequence[int], costs: Sequence[CallCost], cut: Bytes) -> BlockCost:
+def _variable_bytes(graph: tracing.Graph) -> list[tuple[int, ...]]:
+    """Return the bytes of each trainable weight of each layer call, those of shared weights at the first one."""
+    first = {id(one): call for call in reversed(graph.calls) for one in call.variables}
+    return [
+        tuple(num_bytes(one) for one in call.variables if one.trainable and first[id(one)] is call)
+        for call in graph.calls
+    ]
+
+
+def _block(
+    name: str, sizes: Sequence[int], costs: Sequence[CallCost], cut: Bytes, variable_bytes: tuple[int, ...]
+) -> BlockCost:
     return BlockCost(
         name=name,
         forward=fitted(sizes, [cost.forward_seconds for cost in costs]),
@@ -117,6 +126,7 @@ def _block(name: str, sizes: Sequence[int], costs: Sequence[CallCost], cut: Byte
         trainable_bytes=costs[0].trainable_bytes,
         output=Bytes(0, costs[0].activation_bytes / sizes[0]),
         cut=cut,
+        variable_bytes=variable_bytes,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from tfpar.pipeline.schedule.links import Link
@@ -119,6 +119,7 @@ class BlockCost:
         is_divided: Whether tensor parallelism computes a part of it on each shard.
         shared: Bytes of its inputs that its backward pass needs, and that an earlier block saves.
         factored: Its gradients that several hosts do not sum, but compute from their factors.
+        variable_bytes: Bytes of each of its trainable weights; of shared weights, only at the first call.
     """
 
     name: str
@@ -135,6 +136,7 @@ class BlockCost:
     is_divided: bool = False
     shared: Bytes = NO_BYTES
     factored: Factored = NOT_FACTORED
+    variable_bytes: tuple[int, ...] = ()
 
     def seconds(self, num_examples: float) -> float:
         """Return the seconds of both passes of some examples."""
@@ -271,6 +273,16 @@ class MachineCosts:
     memory_bytes: int | None = None
     speed: float = 1.0
     assumed: tuple[str, ...] = ()
+
+
+def variable_bytes_of(blocks: Iterable[BlockCost]) -> tuple[int, ...]:
+    """Return the bytes of each trainable weight of some blocks.
+
+    Example:
+        >>> variable_bytes_of(BlockCost(name, Line(), Line(), 12, 12, variable_bytes=(8, 4)) for name in "ab")
+        (8, 4, 8, 4)
+    """
+    return tuple(itertools.chain.from_iterable(block.variable_bytes for block in blocks))
 
 
 def nearest(of_number: Mapping[int, Entry], number: int) -> Entry | None:

@@ -129,9 +129,9 @@ class Layout:
 
     @property
     def num_owners(self) -> int:
-        """The replicas over which the weights, their updates and the optimizer's state are divided.
+        """The number of replicas over which the updates of weights, and the optimizer's state, are divided.
 
-        Those of pipelines in one process always are, and so are those of shards in a job of several hosts.
+        Replicas of a pipeline in one process always divide them, and so do those of shards in a job of several hosts.
 
         Example:
             >>> Layout(2).num_owners, Layout(2, shard="optimizer").num_owners, Layout(2, 2, 4).num_owners
@@ -143,6 +143,16 @@ class Layout:
             return self.num_replicas
         runs_stages = self.num_stages > 1 or (self.num_shards > 1 and self.num_hosts > 1)
         return self.replicas_per_host if runs_stages else 1
+
+    @property
+    def num_owners_of_whole_weights(self) -> int:
+        """The same for the weights that shards do not divide; in one process, all of these are of the first replica.
+
+        Example:
+            >>> [Layout(2, num_shards=2, num_hosts=n, shard="optimizer").num_owners_of_whole_weights for n in (1, 2)]
+            [1, 2]
+        """
+        return 1 if self.num_shards > 1 and self.num_hosts == 1 else self.num_owners
 
     def __str__(self) -> str:
         """Return the name of the layout in a table."""

@@ -19,8 +19,9 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.blocks import blocks_within, num_blocks
 from tfpar.pipeline.schedule.simulator import Durations, peak_bytes
 from tfpar.pipeline.schedule.transfer_hiding import with_more_in_flight
-from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts
+from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts, variable_bytes_of
 from tfpar.planning.layouts import Layout
+from tfpar.planning.owners import owned, shares
 from tfpar.planning.stage_costs import stages_of
 
 # The batch of a step, and the next one, which is copied to the device meanwhile.
@@ -165,7 +166,7 @@ def _replica_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory:
     if number > 1:
         working = max(working, model.trainable_bytes * (1 + shares_memory / number))
     if layout.shard == "optimizer":
-        slots, sums = _shares(model, number), _received_bytes(model, number, shares_memory)
+        slots, sums = shares(model.variable_bytes, number), _received_bytes(model, number, shares_memory)
         weights /= number if shares_memory else 1
     else:
         sum_bytes = 0 if shares_memory or number == 1 else max(model.variable_bytes, default=0)
@@ -174,26 +175,9 @@ def _replica_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory:
     return [round(used + model.slot_bytes * one + of_sum) for one, of_sum in zip(slots, sums, strict=True)]
 
 
-def _owned(model: ModelCosts, num_owners: int) -> list[list[int]]:
-    """Return the bytes of the weights of each owner.
-
-    Each weight has one owner; the largest are assigned first, each to the owner with the fewest bytes.
-    """
-    owned: list[list[int]] = [[] for _ in range(num_owners)]
-    for size in sorted(model.variable_bytes, reverse=True):
-        min(owned, key=sum).append(size)
-    return owned
-
-
-def _shares(model: ModelCosts, num_owners: int) -> list[float]:
-    """Return the part of each owner of the optimizer's state, or of the weights."""
-    owned = [sum(one) for one in _owned(model, num_owners)]
-    return [one / max(1, sum(owned)) for one in owned]
-
-
 def _received_bytes(model: ModelCosts, num_owners: int, shares_memory: bool) -> list[int]:
     """Return the bytes of the largest gradient that each owner receives; logical CPUs receive no copy."""
-    return [0 if shares_memory else max(one, default=0) for one in _owned(model, num_owners)]
+    return [0 if shares_memory else max(one, default=0) for one in owned(model.variable_bytes, num_owners)]
 
 
 def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory: bool) -> list[int]:
@@ -202,9 +186,9 @@ def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int, shares_m
     copies = 0 if shares_memory else sum(sorted(held)[-2:])
     received = _received_bytes(model, layout.num_replicas, shares_memory)
     used = copies + _saved_bytes(model.blocks, share) + _temporary_bytes(model, model.blocks, share)
-    owned = model.weight_bytes + model.trainable_bytes + model.slot_bytes
-    shares = _shares(model, layout.num_replicas)
-    return [used + round(owned * one) + of_sum for one, of_sum in zip(shares, received, strict=True)]
+    divided = model.weight_bytes + model.trainable_bytes + model.slot_bytes
+    parts = shares(model.variable_bytes, layout.num_replicas)
+    return [used + round(divided * one) + of_sum for one, of_sum in zip(parts, received, strict=True)]
 
 
 def _blocks_of_weights(model: ModelCosts) -> list[Sequence[BlockCost]]:
@@ -221,22 +205,29 @@ def _divided_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory:
     """Return the bytes of each device: a part of each divided layer, and on the first one of a replica the others."""
     of_weights = sum(block.divided_bytes for block in model.blocks) / max(1, model.weight_bytes)
     saved = _saved_bytes(model.blocks, share)
-    of_divided = sum(block.saved.of(share) for block in model.blocks if block.is_divided)
-    of_tensors = of_divided / saved if saved else 0.0
+    of_shards = sum(block.saved.of(share) for block in model.blocks if block.is_divided)
+    of_tensors = of_shards / saved if saved else 0.0
     tensors = model.working.of(share) - model.working.of(0)
     used: list[int] = []
-    for owned in _owned_parts(layout):
-        state = model.weight_bytes * (owned if shares_memory else 1) + model.slot_bytes * owned + model.working.of(0)
-        part = (state * of_weights + tensors * of_tensors) / layout.num_shards
-        whole = state * (1 - of_weights) + tensors * (1 - of_tensors)
-        used += [round(part + whole), *[round(part)] * (layout.num_shards - 1)]
+    of_divided, of_whole = (
+        _owned_parts(layout, model, number) for number in (layout.num_owners, layout.num_owners_of_whole_weights)
+    )
+    for owned_divided, owned_whole in zip(of_divided, of_whole, strict=True):
+        divided, whole = (
+            model.weight_bytes * (part if shares_memory else 1) + model.slot_bytes * part + model.working.of(0)
+            for part in (owned_divided, owned_whole)
+        )
+        shard = (divided * of_weights + tensors * of_tensors) / layout.num_shards
+        others = whole * (1 - of_weights) + tensors * (1 - of_tensors)
+        used += [round(shard + others), *[round(shard)] * (layout.num_shards - 1)]
     return used
 
 
-def _owned_parts(layout: Layout) -> list[float]:
-    """Return the part of the weights that each replica owns; without owners the first of each host owns all."""
-    if layout.num_owners > 1:
-        return [1 / layout.num_owners] * layout.num_replicas
+def _owned_parts(layout: Layout, model: ModelCosts, num_owners: int) -> list[float]:
+    """Return the part of the weights that each replica owns; of one owner, the first replica of a host owns all."""
+    if num_owners > 1:
+        parts = shares(model.variable_bytes, num_owners)
+        return [parts[replica % num_owners] for replica in range(layout.num_replicas)]
     return [float(replica % layout.replicas_per_host == 0) for replica in range(layout.num_replicas)]
 
 
@@ -307,10 +298,12 @@ def _backward_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost
 def _fixed_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost], shares_memory: bool) -> int:
     """Return the bytes of weights, summed gradients and optimizer state of a stage.
 
-    Each replica owns a part of the weights, with their state, and has copies of the others during a step.
+    Each replica owns some of the weights, with their state, and has copies of the others during a step. The one with
+    the most bytes counts.
     """
     trained = sum(block.trainable_bytes for block in stage)
-    slots = model.slot_bytes * trained / max(1, model.trainable_bytes) / layout.num_owners
+    owned_part = max(shares(variable_bytes_of(stage), layout.num_owners))
+    slots = model.slot_bytes * trained / max(1, model.trainable_bytes) * owned_part
     weights = sum(block.weight_bytes for block in stage) / (layout.num_owners if shares_memory else 1)
     has_copies = layout.num_replicas > 1 and not shares_memory
     copies = max((block.trainable_bytes for block in stage), default=0) if has_copies else 0

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.schedule.links import Link
-from tfpar.planning.costs import BlockCost, MachineCosts, nearest
+from tfpar.planning.costs import BlockCost, MachineCosts, nearest, variable_bytes_of
 from tfpar.planning.host_traffic import exposed_seconds, num_hops, sent_by_replicas, sent_factor, sent_with_weights
+from tfpar.planning.owners import shares
 from tfpar.planning.step_costs import StepCosts
 
 
@@ -35,6 +36,11 @@ class Stage:
         if self._is_only:
             return len(model.variable_bytes)
         return max(1, round(len(model.variable_bytes) * self._trainable_bytes / max(1, model.trainable_bytes)))
+
+    def _owned_part(self, num_owners: int) -> float:
+        """Return the part of the weights of the owner with the most bytes."""
+        known = self._step.model.variable_bytes if self._is_only else variable_bytes_of(self._blocks)
+        return max(shares(known, num_owners))
 
     @property
     def forward_seconds(self) -> float:
@@ -116,10 +122,11 @@ class Stage:
         """The seconds of the update of its weights on one device."""
         layout, model = self._step.layout, self._step.model
         seconds = model.update_seconds * self._trainable_bytes / max(1, model.trainable_bytes)
-        seconds /= layout.num_owners
+        divided = 0.0
         if layout.num_shards > 1:
             divided = sum(block.divided_bytes for block in self._blocks) / max(1, model.weight_bytes)
-            seconds *= 1 - divided + divided / layout.num_shards
+        of_shard = divided / layout.num_shards * self._owned_part(layout.num_owners)
+        seconds *= of_shard + (1 - divided) * self._owned_part(layout.num_owners_of_whole_weights)
         if layout.num_stages == layout.num_shards == 1 < layout.num_replicas and layout.shard is None:
             seconds += model.replica_seconds
         return seconds
