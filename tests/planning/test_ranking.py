@@ -161,9 +161,18 @@ def test_several_hosts_name_what_is_not_considered_over_them() -> None:
     plan = rank([step(TWO, 1.0)], [], whole, machine)
     assert plan.not_considered == (
         "gpipe (1f1b is as fast, with less memory)",
-        "interleaved, grids across hosts (not predicted)",
+        "interleaved, Hybrid(across_workers) (not predicted)",
         "micro-batches but 1, 2, 4, 8 a stage (too many to compare)",
         "TensorParallel (no layer that it divides)",
+    )
+
+
+def test_a_pipeline_over_hosts_of_one_device_has_other_schedules_and_micro_batches_too() -> None:
+    plan = rank([step(TWO, 1.0)], [], MODEL, dataclasses.replace(GPUS, num_devices=1, num_hosts=2))
+    assert plan.not_considered == (
+        "gpipe (1f1b is as fast, with less memory)",
+        "interleaved (not predicted)",
+        "micro-batches but 1, 2, 4, 8 a stage (too many to compare)",
     )
 
 

@@ -274,15 +274,14 @@ def never_tried(num_devices: int, num_hosts: int, num_blocks: int, divides_layer
         >>> list(never_tried(6, 1, num_blocks=0, divides_layers=False))
         ['5 of 6 devices (too many to compare)']
     """
-    most_stages = min(num_devices, num_blocks)
+    most_devices = num_devices * num_hosts
     others, numbers = list[str](), list[str]()
-    if most_stages > 1:
+    if min(most_devices, num_blocks) > 1:
         yield "gpipe (1f1b is as fast, with less memory)"
         others += ["interleaved"] if num_blocks >= 4 else []  # two stages on each of two devices
         others += ["Pipeline(num_shards=n)"] if divides_layers and num_devices >= 4 else []
+        others += ["Hybrid(across_workers)"] if num_hosts > 1 and most_devices >= 4 else []
         numbers.append(f"micro-batches but {', '.join(map(str, _MICROBATCHES_PER_STAGE))} a stage")
-    if num_blocks > 1 and num_hosts > 1:
-        others.append("grids across hosts")
     if others:
         yield f"{', '.join(others)} (not predicted)"
     numbers += [*_untried(num_devices, "devices"), *_untried(num_hosts, "hosts")]
