@@ -208,6 +208,27 @@ def test_hosts_add_an_all_reduce_over_the_network() -> None:
     assert seconds(Layout(2, num_hosts=2), machine=linked) == 48 + 8 + 1 + 2 * 1
 
 
+def test_a_ring_through_replicas_of_one_host_waits_for_the_link_between_hosts_only_where_it_leaves_a_host() -> None:
+    def added(layout: Layout) -> float:
+        linked, free = (dataclasses.replace(MACHINE, num_hosts=2, network=one) for one in (Link(1.0, 1e30), NO_COST))
+        return seconds(layout, machine=linked) - seconds(layout, machine=free)
+
+    assert added(Layout(2, num_hosts=2)) == pytest.approx(2)
+    assert added(Layout(8, num_hosts=2)) == pytest.approx(4), "of the 14 neighbours that a part passes"
+    assert added(Layout(8, num_hosts=2, shard="optimizer")) == pytest.approx(4 + 2), "and new weights, once"
+
+
+def test_replicas_of_several_hosts_are_summed_in_that_ring_alone_and_stages_on_each_host_first() -> None:
+    def added(layout: Layout) -> float:
+        slow = dataclasses.replace(MACHINE, num_hosts=2, network=NO_COST, reduce={2: Link(5.0, 1e30)})
+        free = dataclasses.replace(slow, reduce={2: NO_COST})
+        return seconds(layout, machine=slow) - seconds(layout, machine=free)
+
+    assert added(Layout(4, num_hosts=2)) == added(Layout(4, num_hosts=2, shard="optimizer")) == 0
+    assert added(Layout(2)) > 0
+    assert added(Layout(4, 2, 2, num_hosts=2)) > 0
+
+
 def test_the_stages_of_a_host_share_its_link_and_the_last_one_sums_first() -> None:
     layout, slow = Layout(2, 2, 4, num_hosts=2), Link(0.0, 1.0)
     hosts = dataclasses.replace(MACHINE, num_hosts=2, network=slow)

@@ -138,14 +138,19 @@ def exposed_seconds(sent: Sequence[Message], end_seconds: float, link: Link, num
     return max(0.0, now_seconds - end_seconds) + num_hops * link.latency_seconds
 
 
-def num_hops(num_members: int) -> int:
-    """Return how often a sum over all members of a ring waits for the latency of a link: once and again around it.
+def num_hops(num_members: int, num_hosts: int, rounds: int = 2) -> int:
+    """Return how often a sum over a ring waits for the latency of a link between hosts.
+
+    In a round each part passes all members but one. Those of a host are neighbours, so that a part changes the host
+    once for each host.
 
     Args:
         num_members: Members of the ring.
+        num_hosts: Their hosts, each with as many.
+        rounds: 2 for a sum, which goes around once and again; 1 for rows that all members gather.
 
     Example:
-        >>> num_hops(4)
-        6
+        >>> num_hops(4, num_hosts=4), num_hops(8, num_hosts=2)
+        (6, 4)
     """
-    return 2 * (num_members - 1)
+    return -(-rounds * (num_members - 1) * num_hosts // num_members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from tfpar.pipeline.partition.blocks import num_blocks
@@ -133,13 +134,13 @@ class Stage:
 
     @property
     def reduction_seconds(self) -> float:
-        """The seconds of sums over the devices of a host."""
+        """The seconds of sums over the devices of a host, where they are not those of a ring through all hosts."""
         layout, machine = self._step.layout, self._step.machine
         seconds = 0.0
         if layout.num_shards > 1:
             summed = [block.summed.of(self._step.size) for block in self._blocks]
             seconds += _link(machine, machine.exchange, layout.num_shards).seconds(sum(summed), sum(map(bool, summed)))
-        replicas = layout.replicas_per_host
+        replicas = 1 if self._step.has_one_ring else layout.replicas_per_host
         if replicas > 1:
             gradients = _link(machine, machine.reduce, replicas).seconds(self._trainable_bytes, self._num_weights)
             seconds += gradients / replicas if layout.num_owners > 1 else gradients
@@ -161,15 +162,15 @@ class Stage:
         if layout.num_parts == 1:
             return 0.0
         on_gpus = not step.machine.num_cores
-        if step.divides_model:
+        if not step.has_one_ring:
             sent_bytes = sent_factor(layout, on_gpus=on_gpus) * self._trainable_bytes
-            return link.seconds(sent_bytes, num_hops(layout.num_hosts))
+            return link.seconds(sent_bytes, num_hops(layout.num_hosts, layout.num_hosts))
         end_seconds = step.slowdown[0] * (self.forward_seconds + self.backward_seconds)
         sent = sent_by_replicas(layout, step.model, self._ready_seconds(end_seconds), on_gpus=on_gpus)
-        hops = num_hops(layout.num_replicas)
-        weights_bytes = sent_with_weights(layout, step.model.variable_bytes)  # once around the ring
-        weights_seconds = link.seconds(weights_bytes, hops // 2) if weights_bytes else 0.0
-        return exposed_seconds(sent, end_seconds, link, hops) + weights_seconds
+        hops = functools.partial(num_hops, layout.num_replicas, layout.num_hosts)
+        weights_bytes = sent_with_weights(layout, step.model.variable_bytes)
+        weights_seconds = link.seconds(weights_bytes, hops(rounds=1)) if weights_bytes else 0.0
+        return exposed_seconds(sent, end_seconds, link, hops()) + weights_seconds
 
     def _ready_seconds(self, end_seconds: float) -> list[float]:
         """Return when the gradients of each block are there: those of the last block first."""

@@ -54,11 +54,14 @@ class StepCosts:
         return Link(link.latency_seconds * speed, link.bytes_per_second / speed)
 
     @property
+    def has_one_ring(self) -> bool:
+        """Whether gradients are summed in one ring through the replicas of all hosts, and not on each host first."""
+        return self.layout.num_hosts > 1 and not self.divides_model
+
+    @property
     def product_part(self) -> float:
         """The part of the products of factors that a replica computes for the others."""
-        if self.layout.num_hosts == 1 or self.divides_model:
-            return 0.0
-        return (self.layout.num_replicas - 1) / self.layout.num_replicas
+        return (self.layout.num_replicas - 1) / self.layout.num_replicas if self.has_one_ring else 0.0
 
     @functools.cached_property
     def runs_stages(self) -> bool:
