@@ -115,17 +115,16 @@ class Layout:
         """The replicas of one host."""
         return self.num_replicas // self.num_parts
 
-    def crosses_hosts(self, cut: int) -> bool:
-        """Return whether the stages before and after a cut are on different hosts.
-
-        Args:
-            cut: The number of the stage before it.
+    @property
+    def cuts_between_hosts(self) -> tuple[int, ...]:
+        """The cuts between stages of different hosts; cut c follows stage c.
 
         Example:
-            >>> [Layout(1, 4, 8, num_hosts=2, across_hosts=True).crosses_hosts(cut) for cut in range(3)]
-            [False, True, False]
+            >>> Layout(1, 4, 8, num_hosts=2, across_hosts=True).cuts_between_hosts
+            (1,)
         """
-        return self.across_hosts and (cut + 1) % self.devices_per_host == 0
+        last_cut = self.num_stages - 1
+        return tuple(range(self.devices_per_host - 1, last_cut, self.devices_per_host)) if self.across_hosts else ()
 
     @property
     def num_owners(self) -> int:

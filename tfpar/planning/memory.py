@@ -244,7 +244,7 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int, shares_memory
     """Return the bytes of each stage."""
     schedule = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
     if layout.across_hosts and layout.schedule == "1f1b":  # to hide transfers
-        schedule = with_more_in_flight(schedule, tuple(filter(layout.crosses_hosts, range(layout.num_stages - 1))))
+        schedule = with_more_in_flight(schedule, layout.cuts_between_hosts)
     size = -(-batch // (layout.num_replicas * layout.num_microbatches))
     stages = stages_of(model, layout, batch)
     inputs = [(model.input_bytes - model.target_bytes) * size, *(stage[-1].cut.of(size) for stage in stages[:-1])]

@@ -11,7 +11,7 @@ from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.contention import ends_together
 from tfpar.pipeline.schedule.links import Link
 from tfpar.pipeline.schedule.simulator import Durations, Timeline, microbatch_scale, simulate
-from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.pipeline.schedule.transfer_hiding import with_more_in_flight
 from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
 from tfpar.planning.rows import PredictedStep
@@ -88,28 +88,26 @@ class _Step:
         durations = self._durations()
         for of_one in dict.fromkeys(scale[start : start + layout.num_microbatches] for start in starts):
             of_replica = dataclasses.replace(durations, microbatch_scale=of_one)
-            yield of_replica, simulate(self._schedule(of_replica), of_replica)
+            timelines = [simulate(schedule, of_replica) for schedule in self._schedules]
+            yield of_replica, min(timelines, key=lambda one: one.step_seconds)
 
     @functools.cached_property
-    def _order(self) -> Schedule:
-        """The schedule of one replica: the others do the same at the same time."""
+    def _schedules(self) -> list[Schedule]:
+        """The schedules of one replica, of which training takes the fastest: the others do the same at the same time.
+
+        More micro-batches in flight hide transfers between hosts. Training decides for each cut; here all hosts have
+        the same link, and large pipelines would take minutes to compare.
+        """
         layout = self._layout
         if layout.num_stages == 1:
-            return schedules.make("gpipe", 1, 1)
-        return schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
-
-    def _schedule(self, durations: Durations) -> Schedule:
-        """Return the schedule, in which transfers between hosts are hidden by more micro-batches in flight."""
-        if not self._layout.across_hosts:
-            return self._order
-        crossing = map(self._layout.crosses_hosts, range(len(durations.transfer_seconds)))
-        between = tuple(
-            one if crosses else 0.0 for one, crosses in zip(durations.transfer_seconds, crossing, strict=True)
-        )
-        return hiding_transfers(self._order, dataclasses.replace(durations, transfer_seconds=between))
+            return [schedules.make("gpipe", 1, 1)]
+        order = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
+        if not (layout.across_hosts and layout.schedule == "1f1b"):
+            return [order]
+        return [order, with_more_in_flight(order, layout.cuts_between_hosts)]
 
     def _link(self, cut: int) -> Link:
-        return self._costs.network if self._layout.crosses_hosts(cut) else self._machine.copy
+        return self._costs.network if cut in self._layout.cuts_between_hosts else self._machine.copy
 
     def _durations(self) -> Durations:
         stages, is_below = [], False
@@ -142,7 +140,7 @@ class _Step:
         end_seconds = max(span.end_seconds for span in planned.spans)
         name = "sums of activations" if self._layout.num_shards > 1 else "all-reduce"
         alone = dataclasses.replace(durations, all_reduce_seconds=())
-        without_network = simulate(self._schedule(alone), alone) if self._layout.num_parts > 1 else planned
+        without_network = simulate(self._schedules[0], alone) if self._layout.num_parts > 1 else planned
         return {
             "bubble": end_seconds - busy if self._layout.num_stages > 1 else 0.0,
             name: min(sum(durations.reduction_seconds), planned.step_seconds),
