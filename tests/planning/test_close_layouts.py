@@ -15,7 +15,7 @@ from tfpar.planning.layouts import Layout, Refusal
 from tfpar.planning.plan import Plan
 from tfpar.planning.rows import PredictedStep
 
-MODEL = ModelCosts("mlp", 100, 400, 400, 800, (400,), 64, Curve((64,), (0.8,)), 0.01, spread=0.02)
+MODEL = ModelCosts("mlp", 100, 400, 400, 800, (100,) * 4, 64, Curve((64,), (0.8,)), 0.01, spread=0.02)
 MACHINE = MachineCosts("GPU", 2, 2)
 MIRRORED, SHARDED = "Mirrored(2)", 'Mirrored(2, shard="optimizer")'
 

@@ -11,7 +11,7 @@ from tfpar.planning.comparison import compare, may_split
 from tfpar.planning.costs import BlockCost, Curve, Line, MachineCosts, ModelCosts
 
 BLOCKS = tuple(BlockCost(f"dense_{number}", Line(0, 1e-4), Line(0, 2e-4), 4, 4) for number in range(8))
-MODEL = ModelCosts("mlp", 100, 400, 400, 800, (400,), 64, Curve((64,), (0.8,)), 0.01, blocks=BLOCKS)
+MODEL = ModelCosts("mlp", 100, 400, 400, 800, (100,) * 4, 64, Curve((64,), (0.8,)), 0.01, blocks=BLOCKS)
 FAST = MachineCosts("GPU", 2, 2)
 SLOW = dataclasses.replace(FAST, reduce={2: Link(1.0, 1e9)})  # a second for each sum of gradients
 
