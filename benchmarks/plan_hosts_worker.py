@@ -37,7 +37,7 @@ LAYOUTS = [
     Layout(4, 2, 4, num_hosts=2),
 ]
 _SECONDS_OF_BATCH = (0.128, 0.256, 0.16, 0.064, 0.192, 0.224, 0.096, 0.16)
-_STEPS, _REPEATS, _LATENCY_SECONDS = 4, 3, 1e-3
+_STEPS, _REPEATS, _LATENCY_SECONDS = 10, 3, 1e-3
 
 
 def run(setting: Mapping[str, object], rank: int, addresses: Sequence[str]) -> Output:
