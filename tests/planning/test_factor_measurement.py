@@ -49,3 +49,25 @@ def test_gpus_sum_gradients_whole(model: keras.Model) -> None:
     traced = trace_model(model, "CPU:0", batch())
     blocks = measure_blocks(model, traced, "CPU:0", [BATCH]).costs
     assert with_factors(blocks, model, traced.graph, batch(), "GPU:0") == tuple(blocks)
+
+
+def embeddings() -> keras.Model:
+    """Return a model of 8 tokens that looks each up in a table of 1000 rows, and the first two in the same table."""
+    tokens = keras.Input((8,), dtype="int32")
+    table = keras.layers.Embedding(1000, 16, name="table")
+    values = keras.layers.Flatten()(table(tokens)) + keras.layers.Flatten()(table(tokens[:, :2]))[:, :1]
+    model = keras.Model(tokens, keras.layers.Dense(1)(values))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("device", ["CPU:0", "GPU:0"])
+def test_rows_of_tables_are_sent_in_place_of_their_gradients(device: str) -> None:
+    model, batch = embeddings(), (tf.zeros([BATCH, 8], tf.int32), tf.zeros([BATCH, 1]))
+    traced = trace_model(model, "CPU:0", batch)
+    assert traced.graph is not None
+    blocks = with_factors(measure_blocks(model, traced, "CPU:0", [BATCH]).costs, model, traced.graph, batch, device)
+    (factored,) = [one.factored for one in blocks if one.factored.gradient_bytes]
+    assert factored.gradient_bytes == 4 * 1000 * 16
+    assert factored.row_bytes in (BATCH * (8 + 2) * (4 * 16 + size) for size in (4, 8))
+    assert factored.product_seconds == 0

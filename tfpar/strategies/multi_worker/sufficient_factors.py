@@ -104,7 +104,7 @@ def sufficient_factors_of(gradient: Any, num_examples: int, num_threads: int = 1
         num_threads: The threads that multiply on a worker, equal on all workers.
     """
     factors = factors_of(gradient)
-    num_rows = None if factors is None else num_rows_of(factors, num_examples)
+    num_rows = None if factors is None else num_rows_of(factors.inputs, num_examples)
     if num_rows is None:
         return None
     num_inputs, num_outputs = gradient.shape
@@ -125,14 +125,14 @@ def factors_of(gradient: Any) -> Factors | None:
     return Factors(*matmul.inputs) if all(gradient.shape) else None
 
 
-def num_rows_of(factors: Factors, num_examples: int) -> int | None:
-    """Return the rows of factors for a global batch; None if the shapes in the graph do not determine them.
+def num_rows_of(tensor: tf.Tensor, num_examples: int) -> int | None:
+    """Return the rows of a tensor for a global batch; None if the shapes in the graph do not determine them.
 
     Args:
-        factors: The factors of a gradient.
+        tensor: A tensor of the graph of a step, `[rows, ...]`.
         num_examples: Examples of the global batch.
     """
-    rows_per_example = _rows_per_example(factors.inputs)
+    rows_per_example = _rows_per_example(tensor)
     return None if rows_per_example is None else math.ceil(rows_per_example * num_examples)
 
 
