@@ -311,3 +311,19 @@ def test_equal_lengths_in_the_first_batch_do_not_hide_padding(longest: int, sent
     trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO), seed=0)
     with pytest.raises(ValueError, match=sentence):
         trainer.fit(data, verbose=0)
+
+
+def test_texts_are_gathered() -> None:
+    def build() -> keras.Model:
+        text = keras.Input((), dtype="string")
+        vectors = layers.TextVectorization(vocabulary=["a", "b", "c"])(text)  # as long as the longest text of a batch
+        words = layers.Embedding(5, 4)(vectors)
+        model = keras.Model(text, layers.Dense(3)(layers.GlobalAveragePooling1D()(words)))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def texts() -> tf.data.Dataset:
+        text = tf.constant(["a b", "c", "", "\u00e9 a b c", "b", "a c b", "c c"])
+        return tf.data.Dataset.from_tensor_slices((text, [0, 1, 2, 0, 1, 2, 0])).batch(3)
+
+    small.assert_trains_as_one_device(build, texts, gathering)

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call
+from tfpar.reduction import text_bytes
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.sums_of_parts import SumsOfParts, sums_of
@@ -233,6 +234,8 @@ class RowsOfReplicas(Rows):
         Where several replicas have the same examples, one fills the rows. Each receives its share of the gradient, as
         of the loss: else the first would have the gradient of all through these rows, and its share through others.
         """
+        if tensor.dtype == tf.string:
+            return self._texts(tensor)
         start, total = self._place()
         shape_here = tf.shape(tensor, tf.int64)
         summable = tf.cast(tensor, tf.int32) if tensor.dtype.is_bool else tensor
@@ -250,6 +253,12 @@ class RowsOfReplicas(Rows):
 
         whole = sum_over_replicas(filled(summable))
         return tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
+
+    def _texts(self, texts: tf.Tensor) -> tf.Tensor:
+        """Return the texts of the whole batch, which replicas sum as numbers."""
+        length = tf.one_hot(replica_id(), self._num_replicas, dtype=tf.int32) * text_bytes.longest(texts)
+        num_bytes = tf.reduce_max(sum_over_replicas(length))
+        return text_bytes.texts_of(self.gather(text_bytes.codes_of(texts, num_bytes)))
 
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         """Return the replica's rows."""
