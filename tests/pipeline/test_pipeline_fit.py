@@ -47,6 +47,17 @@ def test_mixed_float16_scales_the_loss_and_skips_a_step_that_overflows() -> None
     assert np.max(np.abs(one.model.get_weights()[0] - before[0])) > 0
 
 
+def test_a_function_chooses_the_optimizer_of_each_weight() -> None:
+    def build() -> keras.Model:
+        model = deep()
+        of_path = {path: keras.optimizers.SGD(0.1 + index) for index, path in enumerate(("kernel", "bias"))}
+        optimizer = keras.optimizers.MultiOptimizer(lambda weight: of_path[weight.path.rsplit("/", 1)[1]])
+        model.compile(optimizer, crossentropy())
+        return model
+
+    assert_trains_as_one_device(build, labelled, lambda: tfpar.Pipeline(2, 2))
+
+
 class Example(NamedTuple):
     """An element of a dataset; tf.data keeps its class, and Keras makes a tuple of it."""
 

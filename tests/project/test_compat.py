@@ -67,6 +67,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "a variable": lambda: model().weights[0],
     "an optimizer": lambda: model().optimizer,
     "an optimizer of scaled losses": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    "several optimizers": lambda: keras.optimizers.MultiOptimizer(lambda weight: keras.optimizers.SGD()),
     "a Sequential model": lambda: keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]),
     "a metric": keras.metrics.Mean,
     "a metric of a function": lambda: keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error),

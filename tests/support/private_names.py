@@ -263,6 +263,7 @@ ROWS = [
     ),
     _keras("a variable", "_export_to_saved_model_graph", "backend/tensorflow/core", "weights in pieces refuse it"),
     _keras("an optimizer", "_iterations", "optimizers/base_optimizer", "steps of accumulated gradients are counted"),
+    _keras("several optimizers", "_optimizer_map", "optimizers/multi_optimizer", "the slots of a weight, its update"),
     _keras("an optimizer", "_distribution_strategy", "backend/tensorflow/optimizer", "an optimizer moves"),
     _keras(
         "keras.src.optimizers.loss_scale_optimizer",

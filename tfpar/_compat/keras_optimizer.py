@@ -17,7 +17,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfpar._compat import keras_variables, keras_weight_keys, versions
-from tfpar._compat.keras_optimizer_copy import unbuilt_copy
+from tfpar._compat.keras_optimizer_copy import optimizer_of_weight, unbuilt_copy
 from tfpar._compat.keras_weight_placement import place
 from tfpar._compat.tf_shared_scalars import SharedScalars
 
@@ -118,11 +118,22 @@ def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple
     return found
 
 
-def slots_per_weight(optimizer: keras.Optimizer | None) -> int:
-    """Return the number of an optimizer's variables per weight that have the weight's size (Keras 3.15)."""
+def slots_per_weight(optimizer: keras.Optimizer | None, weights: Sequence[keras.Variable]) -> int:
+    """Return the largest number of an optimizer's variables of the size of a weight, for one weight (Keras 3.15).
+
+    Args:
+        optimizer: An optimizer, built or not; None for no slots.
+        weights: The trained weights of the model, which several optimizers may update.
+    """
     if optimizer is None:
         return 0
-    trial = unbuilt_copy(keras_variables.innermost(optimizer))
+    innermost = keras_variables.innermost(optimizer)
+    found = {id(one): one for one in (optimizer_of_weight(innermost, weight) for weight in weights)}
+    return max(map(_num_slots, found.values()), default=0)
+
+
+def _num_slots(optimizer: keras.Optimizer) -> int:
+    trial = unbuilt_copy(optimizer)
     trial.build([keras.Variable(tf.zeros([1]))])
     return sum(variable.shape == (1,) for variable in trial.variables)
 

@@ -7,6 +7,21 @@ from typing import Any
 import keras
 
 
+def optimizer_of_weight(optimizer: keras.Optimizer, weight: keras.Variable) -> keras.Optimizer:
+    """Return the optimizer that updates a weight: one of a `MultiOptimizer`, otherwise the optimizer itself.
+
+    A copy of a `MultiOptimizer` with a function shares the optimizers that the function returns, and building it would
+    build those for other weights (`build` in keras/src/optimizers/multi_optimizer.py).
+
+    Args:
+        optimizer: An optimizer, built or not.
+        weight: A weight of the model: the function may choose by its path.
+    """
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return optimizer._optimizer_map(weight)
+    return optimizer
+
+
 def unbuilt_copy(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Return an optimizer with the settings of another, without its slots; its learning rate may be another.
 

@@ -201,7 +201,7 @@ class StagePlanner:
         # With a split backward pass, recomputed activations are saved until the weight gradient.
         one_at_a_time = self._recompute and not self._schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
-        num_slots = keras_optimizer.slots_per_weight(keras_variables.optimizer_of(model))
+        num_slots = keras_optimizer.slots_per_weight(keras_variables.optimizer_of(model), model.trainable_variables)
         return MemoryNeeds(self._memory_limit_bytes, -(-num_slots // self.num_state_parts), num_activations)
 
     def microbatch_size(self, inputs: Any) -> int:

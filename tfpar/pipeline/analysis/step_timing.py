@@ -160,7 +160,7 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
         return 0.0
     sizes = [int(np.prod(variable.shape)) for variable in parameters]
     largest = parameters[int(np.argmax(sizes))]
-    copy = keras_optimizer_copy.unbuilt_copy(optimizer)
+    copy = keras_optimizer_copy.unbuilt_copy(keras_optimizer_copy.optimizer_of_weight(optimizer, largest))
     with tf.device(device):
         weight = keras.Variable(tf.identity(largest.value), dtype=largest.dtype)
         copy.build([weight])
