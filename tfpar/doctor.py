@@ -154,7 +154,7 @@ def _source() -> ModelSource | None:
 
 def run() -> None:
     """Entry point of the console script `tfpar-doctor`."""
-    command_line.run(main, functools.partial(command_line.parse, COMMAND))
+    command_line.run(main, functools.partial(command_line.parse, COMMAND), bug_code=2)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ callable_module.make_callable(__name__, _function)
 
 def run() -> None:
     """Entry point of the console script `tfpar-plan`."""
-    command_line.run(main, functools.partial(command_line.parse, COMMAND))
+    command_line.run(main, functools.partial(command_line.parse, COMMAND), bug_code=2)
 
 
 if __name__ == "__main__":

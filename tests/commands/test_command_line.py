@@ -69,6 +69,16 @@ def test_a_command_that_calls_sys_exit_ends_as_a_script_does(value: str, code: i
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", said)
 
 
+@pytest.mark.parametrize(("command", "code"), [("plan", 2), ("doctor", 2), ("train", 1)])
+def test_a_bug_prints_a_traceback_and_has_the_code_of_an_error(command: str, code: int, tmp_path: Path) -> None:
+    text = f"import tfpar.{command}; tfpar.{command}.main = lambda argv: 1 // 0; tfpar.{command}.run()"
+    (tmp_path / "script.py").write_text(text)
+    ended = run("script", folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert ended.stderr.startswith("Traceback ")
+    assert ended.stderr.splitlines()[-1].startswith("ZeroDivisionError: ")
+
+
 @pytest.mark.parametrize("command", ["tfpar", *COMMANDS])
 def test_version_lists_tfpar_tensorflow_keras_and_python(command: str, tmp_path: Path) -> None:
     asked = run(command, "--version", folder=tmp_path)

@@ -135,24 +135,28 @@ def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
     return REPEATABLE if "TF_CONFIG" in environment or "SLURM_STEP_ID" in environment else FAILED
 
 
-def run(main: Callable[[list[str]], int], flags_parser: Callable[[Sequence[str]], list[str]]) -> NoReturn:
+def run(
+    main: Callable[[list[str]], int], flags_parser: Callable[[Sequence[str]], list[str]], bug_code: int = FAILED
+) -> NoReturn:
     """Run a command and end the process; only a bug prints a traceback.
 
     Args:
         main: The function of the command; it returns the exit code.
         flags_parser: Removes the flags from the command line.
+        bug_code: The exit code of a bug, in tfpar or in the code of a user.
 
     Raises:
         SystemExit: With the exit code: that of `main`, 130 after Ctrl-C, 141 if the reader of the output is gone.
     """
-    run_plain(lambda: app.run(main, flags_parser=flags_parser))
+    run_plain(lambda: app.run(main, flags_parser=flags_parser), bug_code)
 
 
-def run_plain(main: Callable[[], int]) -> NoReturn:
+def run_plain(main: Callable[[], int], bug_code: int = FAILED) -> NoReturn:
     """Run a command without flags to its end, as `run` does.
 
     Args:
         main: The function of the command; it returns the exit code, or exits with it.
+        bug_code: As for `run`.
 
     Raises:
         SystemExit: With the exit code.
@@ -164,6 +168,9 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
     except standard_streams.UnwritableError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
+    except Exception as bug:
+        sys.excepthook(type(bug), bug, bug.__traceback__)
+        code = bug_code
     sys.stderr.flush()
     start_up.ended()
     raise SystemExit(code)
