@@ -69,6 +69,16 @@ def test_a_faster_layout_of_the_plan_is_advised_unless_it_does_not_fit(tmp_path:
     assert "20.0 ms predicted" in found.what
 
 
+@pytest.mark.parametrize(("first", "second", "number"), [(1, 2, 1), (1, 1, 0), (None, None, 0)])
+def test_a_layout_is_advised_only_where_the_plan_ranks_it_before_that_of_the_run(
+    first: int | None, second: int | None, number: int, tmp_path: Path
+) -> None:
+    rows = [{**PLAN["rows"][0], "rank": first}, {**PLAN["rows"][2], "rank": second}]
+    prediction = {"layout": "SingleDevice"}
+    found = advice(tmp_path, plan={"rows": rows}, prediction=prediction, figures={"data_wait_share": 0.0})
+    assert len(found) == number
+
+
 def test_a_plan_without_the_layout_of_the_run_is_compared_with_the_measured_step(tmp_path: Path) -> None:
     plan = {"rows": PLAN["rows"][:2]}
     (found,) = advice(tmp_path, plan=plan, figures={"data_wait_share": 0.0})

@@ -150,6 +150,17 @@ def grey_pixels(png: bytes) -> Any:
     return imread(io.BytesIO(png))[..., :3] @ [0.299, 0.587, 0.114]
 
 
+@pytest.mark.parametrize(("device", "is_said"), [("CPU", True), ("GPU", False)])
+def test_the_memory_of_the_runtime_is_said_where_rows_alone_include_it(
+    device: str, is_said: bool, tmp_path: Path
+) -> None:
+    plan = PLAN | {"measured": {"device": device, "runtime_bytes": 681_000_000}}
+    folder = recorded.write(tmp_path / "run", "", recorded.epochs(1), plan=plan, prediction=PREDICTION)
+    words = "includes 681 MB of TensorFlow's own, and above it does not."
+    text = " ".join(Page(page.report(recorded_run.read(folder))[0]).words.split())
+    assert (words in text) == is_said
+
+
 def test_the_bars_of_planned_and_measured_differ_without_colour(folder: Path) -> None:
     _, images = page.report(recorded_run.read(folder))
     for png in images.values():

@@ -165,7 +165,8 @@ def _of_plan(run: RecordedRun) -> Iterator[Advice]:
     if not now:
         return
     what = "measured" if own is None or is_number(own.get("measured_seconds")) else "predicted"
-    better = sorted((row for row in rows if 0 < known_seconds(row) < now), key=known_seconds)
+    faster = [row for row in rows if 0 < known_seconds(row) < now and _is_ranked_before(row, own)]
+    better = sorted(faster, key=known_seconds)
     for row in better[:MOST_ROWS]:
         settings, seconds = row.get("settings"), known_seconds(row)
         kind = "measured" if is_number(row.get("measured_seconds")) else "predicted"
@@ -178,6 +179,14 @@ def _of_plan(run: RecordedRun) -> Iterator[Advice]:
                 kind,
                 {f"strategy.{key}": value for key, value in settings.items()},
             )
+
+
+def _is_ranked_before(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> bool:
+    """Return whether the plan ranks a row before that of the run: one without a rank may be no faster."""
+    if "rank" not in row:
+        return True
+    rank, own_rank = row["rank"], None if own is None else own.get("rank")
+    return is_number(rank) and (not is_number(own_rank) or rank < own_rank)
 
 
 def known_seconds(row: Mapping[str, Any]) -> float:

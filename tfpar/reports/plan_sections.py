@@ -47,11 +47,24 @@ def plan_section(run: RecordedRun) -> tuple[list[Markup], dict[str, bytes]]:
             )
             parts.append(markup.picture(png, words))
         parts.append(_table(rows, own))
+        parts += _runtime_note(run)
         notes = run.plan.get("notes")
         parts += [element("p", note, class_="note") for note in notes] if isinstance(notes, list) else []
     elif not parts:
         parts.append(element("p", "This run was not planned: its folder holds no plan and no prediction."))
     return parts, images
+
+
+def _runtime_note(run: RecordedRun) -> Iterable[Markup]:
+    """Yield why the memory of a row is more than that of the prediction, where it is."""
+    measured = run.plan.get("measured")
+    if not isinstance(measured, dict) or not is_number(run.prediction.get("planned_memory_bytes")):
+        return
+    runtime_bytes = measured.get("runtime_bytes")
+    if measured.get("device") == "CPU" and is_number(runtime_bytes):
+        own = memory(runtime_bytes)
+        words = f"Here the memory of a device includes {own} of TensorFlow's own, and above it does not."
+        yield element("p", words, class_="note")
 
 
 def _prediction(run: RecordedRun) -> Iterable[Markup]:
