@@ -460,6 +460,28 @@ else:
     assert "[0]" not in written
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "Worker 0 wrote nothing to standard error; its output is above."),
+        ("print('one', file=sys.stderr)", "The last line of standard error of worker 0:\n[launch]   one"),
+    ],
+)
+def test_the_chief_that_fails_on_a_terminal_is_not_said_to_have_no_output(
+    words: str, said: str, tmp_path: Path
+) -> None:
+    script = f"if rank == 0:\n    print('half')\n    {words or 'pass'}\n    sys.exit(5)\ntime.sleep(60)"
+    ours, theirs = pty.openpty()
+    try:
+        with started(tmp_path, script, out=theirs) as launcher:
+            code, _, err = launcher.finish()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert code == 5, err
+    assert said in err
+
+
 def test_the_trains_own_flags_follow_the_two_dashes(tmp_path: Path) -> None:
     completed = subprocess.run(
         [*_launch(), "--num_workers", "1", "--", "--print_config", "--num_workers", "3"],

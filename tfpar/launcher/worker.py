@@ -136,7 +136,7 @@ class Worker:
         reaper: Reaper,
         keeps_terminal: bool = False,
     ) -> None:
-        self.rank = rank
+        self.rank, self.keeps_terminal = rank, keeps_terminal
         self.is_running = True  # until it is reaped
         self.code = 0  # the exit code as Python reports it, -n for signal n; meaningless before the end
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)

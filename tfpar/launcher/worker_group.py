@@ -94,15 +94,13 @@ class WorkerGroup:
         assert self.failed is not None
         if self.failed.code == INTERRUPTED:
             return [f"The job ended early: {self.cause()}. The same command resumes it."]
-        rank, tail = self.failed.rank, self.failed.tail
+        tail = self.failed.tail
         lines = [f"The job failed: {self.cause()}. It was the first to fail."]
         if self._stopped:
             lines.append("Look first at the suspended worker: the others fail because they wait for it.")
         if self._ended:
             lines.append("A worker that ends early, as by sys.exit(0) in a callback, lets the others wait in vain.")
-        last = "The last line" if len(tail) == 1 else f"The last {len(tail)} lines"
-        lines.append(f"{last} of worker {rank}:" if tail else f"Worker {rank} has no output.")
-        return lines + [f"  {line.decode(errors='replace')}" for line in tail]
+        return [*lines, _heading_of_tail(self.failed), *(f"  {line.decode(errors='replace')}" for line in tail)]
 
     def endings(self) -> str:
         """Return a sentence about the ends of the workers after a request to stop."""
@@ -232,3 +230,14 @@ def _ending(code: int) -> str:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"
     return f"failed with exit code {code}"
+
+
+def _heading_of_tail(worker: Worker) -> str:
+    """Return the line above the last lines of a worker; what it wrote to a terminal itself is not among them."""
+    number = len(worker.tail)
+    if number == 0 and worker.keeps_terminal:
+        return f"Worker {worker.rank} wrote nothing to standard error; its output is above."
+    if number == 0:
+        return f"Worker {worker.rank} has no output."
+    last = "The last line" if number == 1 else f"The last {number} lines"
+    return f"{last} of {'standard error of ' if worker.keeps_terminal else ''}worker {worker.rank}:"
