@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfpar
-from tfpar.checks import users_code
+from tfpar.checks import child_program, users_code, users_module
 
 
 class Outer:
@@ -42,3 +42,11 @@ def test_a_line_without_a_known_function_has_no_name(text: str | None, tmp_path:
     if text is not None:
         file.write_text(text)
     assert users_code.last_place([traceback.FrameSummary(str(file), 1, "f")]) == (str(file), 1, "")
+
+
+def test_the_line_of_a_syntax_error_is_found_in_no_frame(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import keras\ndef build_model(:\n")
+    with pytest.raises(SyntaxError) as caught:
+        users_module.imported(str(file))
+    assert child_program.users_place(caught.value) == f"{file}:2"

@@ -53,6 +53,14 @@ def raising() -> keras.Model:
     return {}["width"]  # the line that the doctor names
 
 
+def exiting() -> keras.Model:
+    raise SystemExit(2)  # the line that the doctor names
+
+
+def not_compiled() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+
 def without_shapes() -> keras.Model:
     class Subclassed(keras.Model):
         def __init__(self) -> None:

@@ -44,7 +44,7 @@ def main() -> None:
     signal.alarm(int(given["seconds"]) + _SPARE_SECONDS)
     try:
         found = {"result": _run(given)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script of a user may read flags, and exit
         found = {"problem": _message(error), "place": users_place(error)}
     unfinished = _folder[-1] / "unfinished"
     unfinished.write_text(json.dumps(found))
@@ -61,13 +61,15 @@ def _run(given: dict[str, Any]) -> Any:
     return getattr(module, given["task"])(**given["arguments"])
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:_LONGEST_MESSAGE]}"
 
 
 def users_place(error: BaseException) -> str:
     """Return the last line of the user's own code in the traceback of an error, as "file:line"; empty without one."""
+    if isinstance(error, SyntaxError) and users_code.is_users(error.filename or "<unknown>"):
+        return f"{error.filename}:{error.lineno}"  # no frame of it is in the traceback
     place = users_code.last_place(traceback.extract_tb(error.__traceback__))
     return "" if place is None else f"{place.file}:{place.line}"
 

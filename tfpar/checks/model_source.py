@@ -87,6 +87,7 @@ def make_trainer(source: ModelSource, strategy: Any, dtype: str | None) -> tuple
     import tfpar
     from tfpar.config import settings_read
     from tfpar.runs import run_data, user_trainer
+    from tfpar.strategies import model_checks
 
     for function in filter(None, (source.function, source.data)):
         function_of(function)  # a script may set a float type of its own
@@ -96,6 +97,7 @@ def make_trainer(source: ModelSource, strategy: Any, dtype: str | None) -> tuple
     keras.utils.set_random_seed(0)  # a trainer without a seed has the same weights under each strategy
     if source.function:
         trainer: Any = tfpar.Trainer(function_of(source.function), strategy, seed=0)
+        model_checks.check_compiled(trainer.model, "fit")
         return trainer, _data_of_function(source, trainer.model)
     run = source.run()
     reads_precision = "training.precision" in settings_read.read_keys(user_trainer.trainer_reads(run))
