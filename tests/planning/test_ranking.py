@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tfpar.planning.costs import BlockCost, Curve, Line, MachineCosts, ModelCosts
-from tfpar.planning.layouts import Layout, Refusal
+from tfpar.planning.layouts import Layout, Refusal, never_tried
 from tfpar.planning.plan import Plan
 from tfpar.planning.ranking import rank, settings_of
 from tfpar.planning.rows import PredictedStep
@@ -242,3 +242,14 @@ def test_named_logical_cpus_are_made_by_the_run() -> None:
 def test_a_plan_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one predicted layout"):
         planned([])
+
+
+def test_a_plan_in_which_nothing_fits_does_not_ask_for_a_quiet_machine() -> None:
+    noisy = dataclasses.replace(MODEL, spread=0.9)
+    notes = " ".join(rank([step(ONE, 0.7, 51)], [], noisy, with_memory(40)).notes)
+    assert "No layout fits in the 40.0 GB of a device." in notes
+    assert "too noisy" not in notes
+
+
+def test_layouts_across_hosts_of_one_device_have_others_that_are_not_tried() -> None:
+    assert next(never_tried(1, 2, num_blocks=4, divides_layers=False)).startswith("gpipe (")

@@ -69,6 +69,14 @@ def test_a_row_has_its_figures_and_what_it_waits_for() -> None:
     assert "\n    lacks 11.0 GB on a device; fits at batch 48\n" in text
 
 
+@pytest.mark.parametrize(("hosts", "is_said"), [(1, False), (2, True)])
+def test_a_command_of_several_hosts_says_where_to_start_it(hosts: int, is_said: bool) -> None:
+    plan = planned([step(Layout(4, num_hosts=hosts), 0.2)])
+    words = "Start it on each host, with the names or addresses of all hosts"
+    assert words not in str(plan), "without a command"
+    assert (words in str(dataclasses.replace(plan, command=COMMAND))) == is_said
+
+
 def test_equal_rows_have_an_equals_sign() -> None:
     text = str(planned([step(TWO, 0.2), step(FOUR, 0.2), step(ONE, 0.4)]))
     assert "\n1=  Mirrored(2)" in text

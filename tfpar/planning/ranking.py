@@ -244,7 +244,8 @@ def _notes(
     rows: Sequence[Row], take: Row | None, model: ModelCosts, machine: MachineCosts, more: Sequence[PredictedStep]
 ) -> Iterable[str]:
     ranks = [row.rank for row in rows if row.rank is not None]
-    if model.spread > MOST_SPREAD:
+    fits_nowhere = all(row.fits is False for row in rows)
+    if model.spread > MOST_SPREAD and not fits_nowhere:  # a quiet machine would not change what fits
         yield (
             f"The measured times vary by {model.spread:.0%}, and more than {MOST_SPREAD:.0%} is too noisy to rank the "
             "layouts: end other programs on this machine, and repeat the command."
@@ -255,7 +256,7 @@ def _notes(
             f"{100 * model.spread:.1f} %, and two measured rows by less than that of their own steps. The simplest is "
             "first."
         )
-    if all(row.fits is False for row in rows):
+    if fits_nowhere:
         limit = "memory" if machine.memory_bytes is None else memory(machine.memory_bytes)
         yield f"No layout fits in the {limit} of a device. The nearest is {rows[0].layout}: it {rows[0].lacks}."
     if model.normalizing and any(row.layout.num_devices > 1 for row in rows):

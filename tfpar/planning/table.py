@@ -129,6 +129,11 @@ def _foot(plan: Plan) -> Iterator[str]:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
+    if plan.command and plan.take is not None and plan.take.layout.num_hosts > 1:
+        yield (
+            "Start it on each host, with the names or addresses of all hosts in place of HOST1,HOST2 and with the same "
+            "TFPAR_JOB_SECRET."
+        )
     if largest := _largest(plan):
         yield f"Largest global batch that fits: {largest}."
     yield from plan.notes
