@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,12 @@ def test_an_equal_model_is_reported_as_equal_and_the_table_is_printed(
     assert "equal to one device" in printed
     assert "hidden/kernel" in printed.replace("…", "")
     assert "differs" not in printed
+
+
+def test_a_check_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        tfpar.check_parity(named(), small.data(), mirrored(), num_steps=1)
 
 
 def test_dropout_is_reported_with_the_layer_that_differs_first(capsys: pytest.CaptureFixture[str]) -> None:
