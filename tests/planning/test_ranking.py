@@ -226,19 +226,6 @@ def test_settings_name_the_devices_that_a_layout_needs(
     assert settings_of(layout, machine) == settings
 
 
-def test_named_logical_cpus_are_made_by_the_run() -> None:
-    cpus, names = MachineCosts("CPU", 2, 2, num_hosts=2), ["CPU:1", "CPU:3"]
-    across = Layout(1, 4, 4, num_hosts=2, across_hosts=True)
-    settings = settings_of(across, cpus, names)
-    assert settings["devices"] == ["0/CPU:1", "0/CPU:3", "1/CPU:1", "1/CPU:3"]
-    assert settings["num_logical_cpus"] == 4
-    assert settings_of(Layout(2, num_hosts=2), cpus, ["CPU:0", "CPU:1"]) == {
-        "kind": "multi_worker", "devices": ["CPU:0"],
-    }  # fmt: skip
-    assert "num_logical_cpus" not in settings_of(Layout(2), GPUS, ["GPU:0", "GPU:1"])
-    assert settings_of(Layout(), cpus, names) == {"kind": "single_device", "device": "CPU:1"}
-
-
 def test_a_plan_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one predicted layout"):
         planned([])

@@ -40,6 +40,32 @@ def test_the_command_gives_the_layout_of_the_plan(
     assert config.load(file, overrides) == with_strategy(config.load(file, override), plan.take.settings)
 
 
+@pytest.mark.parametrize(
+    ("layout", "devices", "number"),
+    [
+        (Layout(2), ["CPU:0", "CPU:1"], 2),
+        (Layout(1, 4, 4, num_hosts=2, across_hosts=True), ["CPU:1", "CPU:3"], 4),
+        (Layout(2, num_hosts=2), ["CPU:0", "CPU:1"], None),  # one device of each host, which is there anyway
+        (Layout(2), ["GPU:0", "GPU:1"], None),
+    ],
+    ids=str,
+)
+def test_a_run_makes_the_logical_cpus_that_the_plan_names(
+    layout: Layout, devices: list[str], number: int | None, tmp_path: Path
+) -> None:
+    plan = planned([step(layout, 1.0)])
+    assert plan.take is not None
+    named = dataclasses.replace(plan.take, settings=layout.settings_on(devices))
+    plan = dataclasses.replace(plan, take=named)
+    words = shlex.split(command_of(plan, None, []))
+    assert [word for word in words if "num_logical_cpus" in word] == (
+        [] if number is None else [f"strategy.num_logical_cpus={number}"]
+    )
+    write(config.Run(), plan, tmp_path / "plan.toml")
+    strategy = config.load(tmp_path / "plan.toml", []).strategy
+    assert strategy.num_logical_cpus == (number or 1)
+
+
 def test_the_command_of_a_written_file_starts_the_workers_that_its_layout_has(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     one = write(config.Run(), planned([step(ONE, 1.0)]), path)

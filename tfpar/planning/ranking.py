@@ -91,14 +91,9 @@ def settings_of(layout: Layout, machine: MachineCosts, devices: Sequence[str] = 
         >>> settings_of(Layout(num_replicas=2), MachineCosts("CPU", 2, 2))
         {'kind': 'mirrored', 'num_logical_cpus': 2}
     """
-    used = layout.devices_per_host
     if devices:
-        settings = layout.settings_on(devices)
-        if machine.device == "CPU" and layout.num_devices > 1:  # a run makes the logical CPUs that it names
-            number = 1 + max(int(name.rpartition(":")[2]) for name in devices[:used])
-            settings |= {"num_logical_cpus": number} if number > 1 else {}
-        return settings
-    settings = layout.settings
+        return layout.settings_on(devices)
+    settings, used = layout.settings, layout.devices_per_host
     if machine.device == "CPU":
         return settings | ({"num_logical_cpus": used} if used > 1 else {})
     # These use all GPUs unless some are named.

@@ -11,7 +11,7 @@ from tfpar import config
 from tfpar.config import bundled_configurations
 from tfpar.files import atomic_file
 from tfpar.messages import received
-from tfpar.planning.plan import Plan
+from tfpar.planning.plan import Plan, Row
 from tfpar.planning.quantities import duration, memory
 
 HEADER = "# Written by python -m tfpar.plan: "
@@ -88,7 +88,7 @@ def write(run: config.Run, plan: Plan, path: Path) -> str:
         f"{'' if measured is None else f', {duration(measured)} measured'}.\n"
         f"# Command: {command}\n\n"
     )
-    atomic_file.write(path, header + config.dump(with_strategy(run, plan.take.settings)))
+    atomic_file.write(path, header + config.dump(with_strategy(run, _settings(plan.take))))
     return command
 
 
@@ -104,7 +104,7 @@ def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
         return ""
     file = None if name is None else bundled_configurations.find(name)
     kept = [one for one in overrides if not one.partition("=")[0].strip().startswith("strategy")]
-    settings = plan.take.settings
+    settings = _settings(plan.take)
     wanted = with_strategy(config.load(file, overrides), settings).strategy
     changes = [f"strategy.{key}={_value(value)}" for key, value in settings.items()]
     if _strategy(file, [*kept, *changes]) != wanted:  # the file has other settings, or those of another kind
@@ -113,6 +113,14 @@ def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
         changes += [f"strategy.{key}={_value(value)}" for key, value in section.items()]
     words = [*(["--config", name] if name is not None else []), *_flags([*kept, *changes])]
     return " ".join([_program(plan), *map(shlex.quote, words)])
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    """Return the settings of a row for a process of its own, which makes the logical CPUs that they name."""
+    names = [name.rpartition("CPU:")[2] for name in row.settings.get("devices", []) if "CPU:" in name]
+    if "num_logical_cpus" in row.settings or not any(map(int, names)):
+        return dict(row.settings)
+    return {**row.settings, "num_logical_cpus": 1 + max(map(int, names))}
 
 
 def _strategy(file: Path | None, overrides: Sequence[str]) -> config.Strategy | None:
