@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import keras
 import tensorflow as tf
 
 from tfpar import data
@@ -25,8 +24,7 @@ class TracedCall(NamedTuple):
         size: The number of examples.
         given: A placeholder for each of its inputs.
         outputs: Its outputs.
-        weights: Its weights that are trained, each with its gradient; None for none.
-        input_gradients: The gradients of its inputs, as far as they have any.
+        gradients: The gradients of its inputs and trained weights, as far as they have any.
         forward: The operations of the forward pass, in the order of their creation.
         backward: Those of the backward pass.
     """
@@ -35,15 +33,9 @@ class TracedCall(NamedTuple):
     size: int
     given: dict[Value, Any]
     outputs: list[Any]
-    weights: list[tuple[keras.Variable, Any]]
-    input_gradients: list[Any]
+    gradients: list[Any]
     forward: list[tf.Operation]
     backward: list[tf.Operation]
-
-    @property
-    def gradients(self) -> list[Any]:
-        """The gradients of inputs and weights that there are."""
-        return [*self.input_gradients, *(one for _, one in self.weights if one is not None)]
 
 
 @random_state.preserved_random_state()
@@ -60,9 +52,10 @@ def trace_calls(
         read: Called with each call, in the order of the graph.
 
     Example:
+        >>> import keras
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.ReLU()])
-        >>> trace_calls(tracing.trace(model), [tf.zeros([2, 4])], 2, "CPU:0", lambda call: len(call.weights))
-        [2, 0]
+        >>> trace_calls(tracing.trace(model), [tf.zeros([2, 4])], 2, "CPU:0", lambda call: len(call.gradients))
+        [2, 1]
     """
     found: list[Found] = []
 
@@ -93,17 +86,16 @@ def _traced(call: Call, values: dict[Value, Any], trained: set[Value], size: int
         tracing.run([call], tensors, training=True)
     middle = len(graph.get_operations())
     outputs = [tensors[value] for value in call.outputs]
-    of_inputs = [tensor for value, tensor in given.items() if value in trained]
-    of_weights = [pair for pair in weights.values() if pair[0].trainable]
-    gradients = _gradients(outputs, [*of_inputs, *(tensor for _, tensor in of_weights)])
+    sources = [tensor for value, tensor in given.items() if value in trained]
+    sources += [tensor for one, tensor in weights.values() if one.trainable]
+    gradients = _gradients(outputs, sources)
     operations = graph.get_operations()
     return TracedCall(
         call=call,
         size=size,
         given=given,
         outputs=outputs,
-        weights=[(one, gradient) for (one, _), gradient in zip(of_weights, gradients[len(of_inputs) :], strict=True)],
-        input_gradients=[one for one in gradients[: len(of_inputs)] if one is not None],
+        gradients=gradients,
         forward=operations[begin:middle],
         backward=operations[middle:],
     )
@@ -126,10 +118,10 @@ def _placeholder(tensor: Any) -> Any:
 
 
 def _gradients(outputs: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-    """Return the gradient of outputs by each source, None for one without."""
+    """Return the gradients of outputs by sources, as far as both have floats."""
     floating = [dense_part(one) for one in outputs if one.dtype.is_floating]
     trained = [dense_part(one) for one in sources if one.dtype.is_floating]
     if not floating or not trained:
-        return [None] * len(sources)
-    found = iter(tf.gradients(floating, trained, [tf.ones_like(one) for one in floating]))
-    return [next(found) if one.dtype.is_floating else None for one in sources]
+        return []
+    found = tf.gradients(floating, trained, [tf.ones_like(one) for one in floating])
+    return [one for one in found if one is not None]
