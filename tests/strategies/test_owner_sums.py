@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tfpar._compat.tf_ring import Run
 from tfpar.reduction.gradients import sum_in_packs
-from tfpar.reduction.weight_owners import largest_first
+from tfpar.reduction.weight_division import largest_first
 from tfpar.strategies.multi_worker.collectives import GATHER_BYTES, Group
 from tfpar.strategies.multi_worker.owner_messages import blocks_of, length_of, packs_of_pair
 from tfpar.strategies.multi_worker.owner_sums import _sum, sums_on_owners

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import heapq
+
+from tfpar.reduction.weight_division import largest_first
 
 
 @functools.lru_cache(maxsize=4096)
 def owned(variable_bytes: tuple[int, ...], num_owners: int) -> tuple[tuple[int, ...], ...]:
-    """Return the bytes of the weights of each owner, as `tfpar.reduction.weight_owners` divides them.
-
-    Each weight has one owner; the largest are assigned first, each to the owner with the fewest bytes.
+    """Return the bytes of the weights of each owner, the largest first.
 
     Args:
         variable_bytes: Bytes of each weight.
@@ -21,12 +20,9 @@ def owned(variable_bytes: tuple[int, ...], num_owners: int) -> tuple[tuple[int, 
         ((400, 4), (200, 200))
     """
     found: list[list[int]] = [[] for _ in range(num_owners)]
-    loads = [(0, number) for number in range(num_owners)]
-    for size in sorted(variable_bytes, reverse=True):
-        load, number = loads[0]
-        found[number].append(size)
-        heapq.heapreplace(loads, (load + size, number))
-    return tuple(map(tuple, found))
+    for size, owner in zip(variable_bytes, largest_first(variable_bytes, num_owners), strict=True):
+        found[owner].append(size)
+    return tuple(tuple(sorted(one, reverse=True)) for one in found)
 
 
 def shares(variable_bytes: tuple[int, ...], num_owners: int) -> list[float]:

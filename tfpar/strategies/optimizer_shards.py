@@ -29,7 +29,8 @@ from tfpar.per_model import PerModel
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import objective
 from tfpar.reduction.replicas import replica_id
-from tfpar.reduction.weight_owners import largest_first, num_bytes
+from tfpar.reduction.weight_division import largest_first
+from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.gradient_sums import OnOwners
 

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement, tf_graph, tf_tapes
 from tfpar.pipeline.partition.stages import Stage, owner_of
-from tfpar.reduction.weight_owners import largest_first, num_bytes
+from tfpar.reduction.weight_division import largest_first
+from tfpar.reduction.weight_owners import num_bytes
 
 _MANY = 2**62
 

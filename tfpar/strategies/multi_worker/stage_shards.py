@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_divided_optimizer, keras_divided_state, tf_divided_memory, tf_replica_memory
-from tfpar.reduction.weight_owners import largest_first, num_bytes
+from tfpar.reduction.weight_division import largest_first
+from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, Group
 from tfpar.strategies.multi_worker.divided_state import DividedState
 from tfpar.strategies.multi_worker.stage_sums import StageSums, place_of

@@ -23,7 +23,8 @@ from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import objective
 from tfpar.reduction.gradients import Sums
 from tfpar.reduction.replicas import local_replica_id
-from tfpar.reduction.weight_owners import largest_first, num_bytes
+from tfpar.reduction.weight_division import largest_first
+from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.gradient_sums import OnOwners
 from tfpar.strategies.multi_worker.collectives import Group
 from tfpar.strategies.multi_worker.divided_state import DividedState

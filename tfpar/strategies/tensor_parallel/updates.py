@@ -16,7 +16,8 @@ from tfpar._compat import (
     tf_divided_memory,
 )
 from tfpar.pipeline.partition.placement import follow_data
-from tfpar.reduction.weight_owners import largest_first, num_bytes
+from tfpar.reduction.weight_division import largest_first
+from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.tensor_parallel.layout import Division, Layout
 from tfpar.strategies.tensor_parallel.table_copies import TableCopies
 
