@@ -51,12 +51,12 @@ class Bytes(NamedTuple):
 
 
 class Factored(NamedTuple):
-    """The gradients of a block that replicas on several hosts compute from the rows of their factors.
+    """The gradients of a block of which replicas on several hosts send rows: of factors, or of embeddings.
 
     Args:
         gradient_bytes: Bytes of these gradients.
-        row_bytes: Bytes of the rows of both factors, of the global batch.
-        product_seconds: Seconds of the products of all rows.
+        row_bytes: Bytes of the rows of the global batch.
+        product_seconds: Seconds of the products of factors of all rows.
 
     Example:
         >>> Factored(gradient_bytes=4096, row_bytes=512, product_seconds=1e-4).row_bytes
@@ -118,7 +118,7 @@ class BlockCost:
         summed: Bytes that tensor parallelism sums over the shards, in both passes together.
         is_divided: Whether tensor parallelism computes a part of it on each shard.
         shared: Bytes of its inputs that its backward pass needs, and that an earlier block saves.
-        factored: Its gradients that several hosts do not sum, but compute from their factors.
+        factored: Its gradients of which several hosts send rows, and not the sums.
         variable_bytes: Bytes of each of its trainable weights; of shared weights, only at the first call.
     """
 
