@@ -30,35 +30,30 @@ class Message(NamedTuple):
     sent_bytes: float
 
 
-def sent_factor(layout: Layout, *, on_gpus: bool) -> float:
+def sent_factor(layout: Layout) -> float:
     """Return the bytes that a host sends of each byte of a gradient, where each device of a replica has a part of it.
 
     Args:
         layout: A layout of several hosts; its replicas sum on each host first.
-        on_gpus: Whether its devices are GPUs.
 
     Example:
-        >>> sent_factor(Layout(4, 2, 4, num_hosts=4), on_gpus=False)
+        >>> sent_factor(Layout(4, 2, 4, num_hosts=4))
         1.5
-        >>> sent_factor(Layout(4, num_hosts=4, shard="weights"), on_gpus=False)
+        >>> sent_factor(Layout(4, num_hosts=4, shard="weights"))
         2.25
     """
     hosts = layout.num_hosts
     factor = 2 * (hosts - 1) / hosts  # once and again
-    has_sums_everywhere = layout.shard == "optimizer" and on_gpus and hosts > 2
-    return factor * 1.5 if layout.shard == "weights" or has_sums_everywhere else factor
+    return factor * 1.5 if layout.shard else factor
 
 
-def sent_by_replicas(
-    layout: Layout, model: ModelCosts, ready_seconds: Sequence[float], *, on_gpus: bool
-) -> list[Message]:
+def sent_by_replicas(layout: Layout, model: ModelCosts, ready_seconds: Sequence[float]) -> list[Message]:
     """Return the messages with the gradients of replicas, in the order in which they are ready.
 
     Args:
         layout: A layout of several hosts with a whole model on each device.
         model: The costs of the model.
         ready_seconds: The moment when the gradients of each block are there.
-        on_gpus: Whether its devices are GPUs.
 
     Returns:
         The messages; where the model has no blocks, one after the backward pass.
@@ -67,10 +62,10 @@ def sent_by_replicas(
         >>> from tfpar.planning.costs import BlockCost, Curve, Line
         >>> first, last = (BlockCost(name, Line(0, 1), Line(0, 2), size, size) for name, size in [("a", 9), ("b", 8)])
         >>> model = ModelCosts("mlp", 4, 17, 17, 0, (9, 8), 8, Curve((8,), (24.0,)), 0.0, blocks=(first, last))
-        >>> sent_by_replicas(Layout(2, num_hosts=2), model, [2.0, 1.0], on_gpus=False)
+        >>> sent_by_replicas(Layout(2, num_hosts=2), model, [2.0, 1.0])
         [Message(ready_seconds=2.0, sent_bytes=17.0)]
     """
-    factor = _factor_of_replicas(layout, on_gpus)
+    factor = 2 * (layout.num_replicas - 1) / layout.num_replicas  # a ring through all replicas
     if not model.blocks:
         return [Message(math.inf, factor * model.trainable_bytes)]
     rows_part = (layout.num_replicas - 1) / layout.num_replicas
@@ -88,17 +83,6 @@ def sent_by_replicas(
     if packed_bytes:
         found.append(Message(last_seconds, factor * packed_bytes))
     return sorted(found)
-
-
-def _factor_of_replicas(layout: Layout, on_gpus: bool) -> float:
-    """Return the bytes that a host sends of each byte of a gradient, in a ring through all replicas.
-
-    Where each weight has an owner, the other replicas send it their gradients, if those are fewer bytes.
-    """
-    number, here = layout.num_replicas, layout.replicas_per_host
-    ring = 2 * (number - 1) / number
-    has_owners = layout.shard == "optimizer" and (number == 2 or not on_gpus)  # more GPUs have the sums everywhere
-    return min(ring, here * (number - here) / number) if has_owners else ring
 
 
 def sent_with_weights(layout: Layout, variable_bytes: Sequence[int]) -> float:

@@ -161,12 +161,11 @@ class Stage:
         layout, link = step.layout, step.network
         if layout.num_parts == 1:
             return 0.0
-        on_gpus = not step.machine.num_cores
         if not step.has_one_ring:
-            sent_bytes = sent_factor(layout, on_gpus=on_gpus) * self._trainable_bytes
+            sent_bytes = sent_factor(layout) * self._trainable_bytes
             return link.seconds(sent_bytes, num_hops(layout.num_hosts, layout.num_hosts))
         end_seconds = step.slowdown[0] * (self.forward_seconds + self.backward_seconds)
-        sent = sent_by_replicas(layout, step.model, self._ready_seconds(end_seconds), on_gpus=on_gpus)
+        sent = sent_by_replicas(layout, step.model, self._ready_seconds(end_seconds))
         hops = functools.partial(num_hops, layout.num_replicas, layout.num_hosts)
         weights_bytes = sent_with_weights(layout, step.model.variable_bytes)
         weights_seconds = link.seconds(weights_bytes, hops(rounds=1)) if weights_bytes else 0.0

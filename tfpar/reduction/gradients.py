@@ -23,7 +23,6 @@ def all_reduce_gradients(
     pack_bytes: int | None = None,
     compression: str | None = None,
     own_sums: Sums | None = None,
-    of_packs: Callable[[Sequence[Sequence[int]]], Sums] | None = None,
 ) -> list[Any]:
     """Sum each gradient over all replicas; a `None` stays one.
 
@@ -35,8 +34,6 @@ def all_reduce_gradients(
             rounds none.
         own_sums: For some gradients, by number, a function that sums them over all replicas in another way, possibly
             on one replica alone. It is called in their turn.
-        of_packs: Returns such functions for some of the other gradients, from the numbers of the gradients of each
-            pack: an all-reduce adds each element of a pack in an order that depends on its place.
 
     Returns:
         The sums, in the order of `gradients`.
@@ -50,7 +47,7 @@ def all_reduce_gradients(
         # takes it for a path from each message to each sum, removes control edges as redundant, and then the IdentityN.
         return context.all_reduce(tf.distribute.ReduceOp.SUM, message)
 
-    return sum_in_packs(gradients, all_reduce, pack_bytes, compression, own_sums, of_packs)
+    return sum_in_packs(gradients, all_reduce, pack_bytes, compression, own_sums)
 
 
 def sum_in_packs(
@@ -59,7 +56,6 @@ def sum_in_packs(
     pack_bytes: int | None = None,
     compression: str | None = None,
     own_sums: Sums | None = None,
-    of_packs: Callable[[Sequence[Sequence[int]]], Sums] | None = None,
 ) -> list[Any]:
     """Sum each gradient with a function for one message.
 
@@ -69,15 +65,10 @@ def sum_in_packs(
         pack_bytes: As for `all_reduce_gradients`.
         compression: As for `all_reduce_gradients`.
         own_sums: As for `all_reduce_gradients`.
-        of_packs: As for `all_reduce_gradients`.
     """
     sums: dict[int, Any] = {}
-    others = dict(own_sums or {})
-    packs = _packs(gradients, others, pack_bytes, compression)
-    if of_packs is not None:
-        others.update(of_packs([pack for pack in packs if pack[0] not in others]))
-        packs = _without(packs, others)
-    for pack in packs:
+    others = own_sums or {}
+    for pack in _packs(gradients, others, pack_bytes, compression):
         if pack[0] in others:
             sums[pack[0]] = others[pack[0]]()
             continue
@@ -159,13 +150,6 @@ def _packs(
         pack.append(index)
         open_packs[gradient.dtype] = pack, used_bytes + size_bytes
     return sorted(packs, key=min, reverse=True)
-
-
-def _without(packs: Sequence[list[int]], others: Mapping[int, Any]) -> list[list[int]]:
-    """Return the packs without the gradients of `others`, each of which is a separate pack then."""
-    rest = [[index for index in pack if index not in others] for pack in packs]
-    separate = [[index] for pack in packs for index in pack if index in others]
-    return sorted([*filter(None, rest), *separate], key=min, reverse=True)
 
 
 def _is_packed(gradient: Any, compression: str | None) -> bool:

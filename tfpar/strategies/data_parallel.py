@@ -266,10 +266,10 @@ class DataParallel(HasClock, DividesState):
         lookups = None if found is None else found[number]
         compute_early(gradients, forward[0])
         owners = self._owners(model, number)
-        on_owners = None if self._shards is None else self._shards.on_owners(self._compression)
+        summed_on = owners if self._shards is not None and self._shards.sums_on_owners else ()
         packing = self._pack_bytes, self._compression, own_sums
         with not_compiled(model):
-            sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, owners, on_owners)
+            sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, summed_on)
         if not owners:
             return after_reads(sums, forward, keras_model.recomputes(model))
         reads = (forward, gradients) if keras_model.recomputes(model) else forward

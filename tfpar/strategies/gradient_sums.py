@@ -12,10 +12,6 @@ from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradients import Sums, all_reduce_gradients
 from tfpar.reduction.replicas import sum_on
 
-# Returns functions that sum messages on their owners alone: from all messages, the owner of each (None for a message
-# that all replicas need), and the numbers of the messages of each pack.
-OnOwners = Callable[[Sequence[Any], Sequence[int | None], Sequence[Sequence[int]]], Sums]
-
 
 def sum_gradients(
     gradients: Sequence[Any],
@@ -26,7 +22,6 @@ def sum_gradients(
     compression: str | None,
     own_sums: Sums | None = None,
     owners: Sequence[int] = (),
-    on_owners: OnOwners | None = None,
 ) -> list[Any]:
     """Sum gradients over all replicas; called in replica context.
 
@@ -38,8 +33,7 @@ def sum_gradients(
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
         compression: As for `tfpar.reduction.gradients.all_reduce_gradients`.
         own_sums: As for `tfpar.reduction.gradients.all_reduce_gradients`.
-        owners: For the first gradients, the one replica that needs the sum; none if all do.
-        on_owners: Sums messages on their owners; None sums each by itself, on a device of this process.
+        owners: For the first gradients, the replica of this process on whose device each is summed; none to all-reduce.
 
     Raises:
         ValueError: If a gradient has lookups that the trial did not find.
@@ -50,20 +44,16 @@ def sum_gradients(
         for index, gradient in enumerate(gradients)
     ]
     sent: list[Any] = []
-    owners_of_sent: list[int | None] = []
     others: dict[int, Callable[[], tf.Tensor]] = {}
     for index, (gradient, rows) in enumerate(zip(gradients, lookups, strict=True)):
         if own_sums and index in own_sums:
             others[len(sent)] = own_sums[index]
         messages = [indexed_slices.to_send(*one, example_weight, num_counted) for one in rows] or [gradient]
-        owner = owners[index] if index < len(owners) else None
-        if on_owners is None and owner is not None and gradient is not None:
-            reduce = (functools.partial(sum_on, owner, message) for message in messages)
+        if index < len(owners) and gradient is not None:
+            reduce = (functools.partial(sum_on, owners[index], message) for message in messages)
             others.update(enumerate(reduce, len(sent)))
         sent += messages
-        owners_of_sent += [owner] * len(messages)
-    of_packs = None if on_owners is None else functools.partial(on_owners, sent, owners_of_sent)
-    sums = iter(all_reduce_gradients(sent, pack_bytes, compression, others, of_packs))
+    sums = iter(all_reduce_gradients(sent, pack_bytes, compression, others))
     return [
         indexed_slices.join([indexed_slices.summed(*one, next(sums)) for one in rows], gradient.dense_shape)
         if rows

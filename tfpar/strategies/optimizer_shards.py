@@ -32,7 +32,6 @@ from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.weight_division import largest_first
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.gradient_sums import OnOwners
 
 Shard = Literal["optimizer", "weights"]
 
@@ -48,7 +47,12 @@ class OptimizerShards:
 
     Args:
         strategy: The `tf.distribute` strategy of the weights.
+
+    Attributes:
+        sums_on_owners: Whether each gradient is summed on the device of its weight's owner alone, not all-reduced.
     """
+
+    sums_on_owners = True
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy, self._devices = strategy, strategy.extended.worker_devices
@@ -91,14 +95,6 @@ class OptimizerShards:
             if optimizer.built:
                 for slot, weight in keras_optimizer.slots_of(optimizer, weights):
                     tf_replica_memory.place_slot(slot, self._devices[owners[id(weight)]])
-
-    def on_owners(self, compression: str | None) -> OnOwners | None:
-        """Return a function that sums gradients on the owners of their weights, None to sum each by itself.
-
-        Args:
-            compression: The dtype to which gradients are rounded before they are sent; None rounds none.
-        """
-        return None
 
     def apply(self, model: keras.Model, optimizer: Any, weights: Sequence[keras.Variable], gradients: Any) -> None:
         """Update each weight on its owner, and copy it to the other replicas.

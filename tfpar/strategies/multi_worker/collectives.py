@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfpar._compat import tf_ring
 from tfpar.strategies.batches_ahead import HOST
 
 AllReduce = Literal["auto", "ring", "nccl"]
@@ -92,21 +91,6 @@ class Group:
             # An all-gather takes one round of messages, the ring takes two.
             return tf.add_n(tf.unstack(tf.reshape(self._gather(tensor[None], member), [2, *tensor.shape])))
         return self._reduce(tensor, member, subdivisions=self._subdivisions(size_bytes))
-
-    def order_of_sum(self, num_elements: int, dtype: tf.DType) -> list[tf_ring.Run] | None:
-        """Return the runs of elements that `all_reduce` adds in one order of the members each; None if it is unknown.
-
-        Args:
-            num_elements: The number of elements of the tensor.
-            dtype: Its dtype.
-        """
-        if self.num_members == 2:  # equal in both orders
-            return [tf_ring.Run(0, num_elements, (0, 1))]
-        if self._implementation != "ring" or any(map(_is_gpu, self.devices)):
-            return None
-        here, subdivisions = len(self.devices), self._subdivisions(num_elements * dtype.size)
-        runs = tf_ring.order_of_sums(num_elements, dtype.size, self.num_members, here, subdivisions)
-        return [run._replace(members=tuple(self.order[place] for place in run.members)) for run in runs]
 
     def _subdivisions(self, size_bytes: int) -> int:
         """Return `max_subdivs_per_device` for a tensor: the default chunks exceed the CPU cache and take twice as long.

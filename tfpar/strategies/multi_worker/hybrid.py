@@ -16,7 +16,7 @@ from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
-from tfpar.pipeline.execution.peers import LocalPart, Peers
+from tfpar.pipeline.execution.peers import LocalPart
 from tfpar.pipeline.execution.steps import Apply
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import grid_devices, remote_devices
@@ -186,9 +186,6 @@ class Hybrid(Worker, Staged):
         if self._shards is not None:
             self._shards.prepare(model)
         super().prepare(model, batch)
-
-    def _peers_of(self, model: keras.Model) -> Peers | None:
-        return super()._peers_of(model) if self._shards is None else self._shards.sums(model)
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         if self._shards is None:

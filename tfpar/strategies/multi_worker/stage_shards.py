@@ -51,15 +51,6 @@ class StageShards(DividedState):
     def _rank_of(self, owner: int) -> int:
         return owner
 
-    def sums(self, model: keras.Model) -> StageSums:
-        """Return the communication of a model, whose gradients are summed on the owners of the weights."""
-
-        def owners_of(weights: Sequence[keras.Variable]) -> list[int]:
-            owners = self.owners(model)
-            return [owners[id(tf_divided_memory.whole_of(weight)[0])] for weight in weights]
-
-        return self._sums.with_owners(owners_of)
-
     @contextlib.contextmanager
     def creating_slots(self, model: keras.Model) -> Iterator[None]:
         """Return the context in which each slot is created on the worker of its owner alone, in pieces if divided."""

@@ -7,19 +7,15 @@ worker 1   stage 0 on GPU:0   stage 1 on GPU:1
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
-from tfpar.reduction.gradients import Sums, sum_in_packs
+from tfpar.reduction.gradients import sum_in_packs
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, Group
-from tfpar.strategies.multi_worker.owner_sums import sums_on_owners
-from tfpar.strategies.multi_worker.pairs import Pairs
 
 
 class StageSums:
@@ -42,25 +38,13 @@ class StageSums:
         implementation: Literal["ring", "nccl"],
     ) -> None:
         self.rank, self.num_workers, self._hosts = rank, num_workers, hosts
-        self._owners_of: Callable[[Sequence[keras.Variable]], list[int]] | None = None
         self._groups = {
             place_of(device): Group([device], num_workers, implementation, order=hosts.order) for device in devices
         }
-        self._pairs = {place: Pairs(group, rank) for place, group in self._groups.items()}
 
     def group(self, place: tuple[str, int]) -> Group:
         """Return the group of one device of each worker, by the type and number of the device."""
         return self._groups[place]
-
-    def with_owners(self, owners_of: Callable[[Sequence[keras.Variable]], list[int]]) -> StageSums:
-        """Return the same communication for weights with owners: other workers may not have the sums of gradients.
-
-        Args:
-            owners_of: Returns the rank of the owner of each weight.
-        """
-        found = copy.copy(self)
-        found._owners_of = owners_of
-        return found
 
     def add(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the sums of small tensors over all workers."""
@@ -68,29 +52,17 @@ class StageSums:
             return self._hosts.all_reduce_many(list(map(tf.identity, tensors)))
 
     def add_gradients(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
-        """Return the sum of the gradient of each weight over all workers, on the device of the weight.
-
-        With owners, it may be right on the worker of the owner alone.
-        """
+        """Return the sum of the gradient of each weight over all workers, on the device of the weight."""
         sums: list[Any] = [None] * len(gradients)
         homes = [place_of(weight.value.device) for weight in weights]
         for home in dict.fromkeys(homes):
             of_home = [index for index, other in enumerate(homes) if other == home]
             given = [gradients[index] for index in of_home]
-            of_packs = None
-            if self._owners_of is not None:
-                owners = self._owners_of([weights[index] for index in of_home])
-                of_packs = functools.partial(self._sums_on_owners, self._pairs[home], given, owners)
             with tf.device(weights[of_home[0]].value.device):
-                found = sum_in_packs(given, self._groups[home].all_reduce, PACK_BYTES, of_packs=of_packs)
+                found = sum_in_packs(given, self._groups[home].all_reduce, PACK_BYTES)
             for index, total in zip(of_home, found, strict=True):
                 sums[index] = total
         return sums
-
-    def _sums_on_owners(
-        self, pairs: Pairs, gradients: Sequence[Any], owners: Sequence[int], packs: Sequence[Sequence[int]]
-    ) -> Sums:
-        return sums_on_owners(gradients, owners, packs, pairs, self.rank, PACK_BYTES)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
         """Return the rows of tensors of all workers, in the order of their ranks.

@@ -1,17 +1,14 @@
 """Sharded optimizer state over workers: each weight has one owner among the replicas of all workers.
 
-    worker 0   sum of gradients ──► update of its weights ──┐            ┌─► all new weights
-    worker 1   sum of gradients ──► update of its weights ──┴─ all-gather ┴─► all new weights
+    worker 0   all-reduced gradients ──► update of its weights ──┐            ┌─► all new weights
+    worker 1   all-reduced gradients ──► update of its weights ──┴─ all-gather ┴─► all new weights
 
-The sums have the bits of the all-reduce without shards. Dense gradients are summed on their owners alone: with equal
-shares, as many bytes are sent as without shards (`owner_sums.py`). They are all-reduced, and with the new weights half
-as much again is sent, where an all-reduce sends less, and between more than two GPUs, whose order of sums is unknown.
+Gradients are all-reduced as without shards, during the backward pass; the new weights are half as many bytes again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,15 +18,10 @@ import tensorflow as tf
 from tfpar._compat import keras_divided_state, tf_replica_memory
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import objective
-from tfpar.reduction.gradients import Sums
-from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.weight_division import largest_first
 from tfpar.reduction.weight_owners import num_bytes
-from tfpar.strategies.gradient_sums import OnOwners
 from tfpar.strategies.multi_worker.collectives import Group
 from tfpar.strategies.multi_worker.divided_state import DividedState
-from tfpar.strategies.multi_worker.owner_sums import sums_on_owners
-from tfpar.strategies.multi_worker.pairs import Pairs
 from tfpar.strategies.multi_worker.weight_exchange import exchange
 from tfpar.strategies.multi_worker.worker import Worker
 from tfpar.strategies.optimizer_shards import OptimizerShards, trained
@@ -46,6 +38,8 @@ class WorkerShards(DividedState, OptimizerShards):
         pack_bytes: The most bytes of a message with new weights.
     """
 
+    sums_on_owners = False
+
     def __init__(
         self, worker: Worker, strategy: tf.distribute.Strategy, replicas: Group, hosts: Group, pack_bytes: int
     ) -> None:
@@ -53,7 +47,6 @@ class WorkerShards(DividedState, OptimizerShards):
         OptimizerShards.__init__(self, strategy)
         self._replicas, self._pack_bytes = replicas, pack_bytes
         self._first = worker.rank * len(self._devices)
-        self._pairs = Pairs(replicas, self._first)
 
     def _choose(self, weights: Sequence[keras.Variable]) -> list[int]:
         return largest_first(list(map(num_bytes, weights)), self._replicas.num_members)
@@ -79,20 +72,6 @@ class WorkerShards(DividedState, OptimizerShards):
 
     def _move(self, slot: keras.Variable, owner: int) -> None:
         tf_replica_memory.place_slot(slot, self._device(owner))
-
-    def on_owners(self, compression: str | None) -> OnOwners:
-        """Return the function that sums messages on their owners, in replica context."""
-        return functools.partial(self._sums_on_owners, compression)
-
-    def _sums_on_owners(
-        self,
-        compression: str | None,
-        messages: Sequence[Any],
-        owners: Sequence[int | None],
-        packs: Sequence[Sequence[int]],
-    ) -> Sums:
-        rank = self._first + local_replica_id()
-        return sums_on_owners(messages, owners, packs, self._pairs, rank, self._pack_bytes, compression)
 
     def apply(self, model: keras.Model, optimizer: Any, weights: Sequence[keras.Variable], gradients: Any) -> None:
         """Update each weight on its owner, and send it to all other replicas.
