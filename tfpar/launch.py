@@ -21,7 +21,7 @@ from tfpar.cluster import cores, gpus, slurm
 from tfpar.commands import command_line
 from tfpar.commands.number_flags import Integer, Number, check_within
 from tfpar.config.sections import A_WEEK_SECONDS
-from tfpar.launcher import Job, gpu_division, hosts, launch, manifests, network_namespace
+from tfpar.launcher import Job, gpu_division, hosts, launch, manifests
 from tfpar.messages import received
 from tfpar.messages.received import MAX_SENTENCE, excerpt, quoted
 from tfpar.messages.suggestions import closest
@@ -54,12 +54,6 @@ _HOST = flags.DEFINE(Integer(), "host", None, "Number of this host in --hosts, f
 _PORT = flags.DEFINE(
     Integer(), "port", None, f"With --hosts, port of the first worker of each host; by default {hosts.FIRST_PORT}."
 )
-_NETWORK = flags.DEFINE_string(
-    "network",
-    "open",
-    "open: the workers use this machine's network, and TensorFlow's ports accept this machine's connections only; "
-    "private: they get an isolated network with the loopback only. By default open.",
-)
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
 MAX_LOCAL_WORKERS = 1024  # each is a process with ports, threads and some hundred megabytes
@@ -85,7 +79,6 @@ COMMAND: command_line.Command = command_line.Command(
         "hosts": "A,B,...",
         "host": "N",
         "port": "PORT",
-        "network": "KIND",
         "print": "KIND",
     },
     examples=[
@@ -114,7 +107,6 @@ def main(argv: Sequence[str]) -> int:
         num_local = num_workers if host_plan is None else host_plan.num_local
         cores_per_worker, gpus_per_worker = _cores_per_worker(num_local), _gpus_per_worker()
         words = worker_words(argv[1:])
-        is_private = _is_private()
         if _PRINT.value is not None:
             check_within("num_workers", num_workers, 1, slurm.MAX_TASKS)
             command = ["python", *words]
@@ -125,8 +117,6 @@ def main(argv: Sequence[str]) -> int:
         check_within("max_restarts", _MAX_RESTARTS.value, 0, math.inf)
         _check_grace_seconds()
         division = gpu_division.divide(gpus.find(os.environ), num_local, gpus_per_worker)
-        if is_private:
-            network_namespace.enter_private()
         command, restarts, seconds = [sys.executable, *words], _MAX_RESTARTS.value, _GRACE_SECONDS.value
         return launch(Job(command, num_local, cores_per_worker, restarts, seconds, division, host_plan))
     except (ValueError, OSError) as error:
@@ -175,8 +165,8 @@ def _host_plan() -> hosts.HostPlan | None:
         if _HOST.value is not None or _PORT.value is not None:
             raise ValueError("--host and --port need --hosts, which is not set. Add --hosts, or leave them out.")
         return None
-    if _PRINT.value is not None or _NETWORK.value == "private":
-        raise ValueError("--hosts starts workers that other hosts reach: leave out --print and --network private.")
+    if _PRINT.value is not None:
+        raise ValueError("--hosts starts the workers of this host, and --print starts none. Leave one out.")
     port = hosts.FIRST_PORT if _PORT.value is None else _PORT.value
     return hosts.plan(_HOSTS.value, _HOST.value, _num_workers(), port)
 
@@ -202,14 +192,6 @@ def _submission(
     if kind not in printers:
         raise ValueError(f"--print must be one of {', '.join(printers)}, received {quoted(kind)}.")
     return printers[kind](num_workers, command, cores_per_worker, gpus_per_worker)
-
-
-def _is_private() -> bool:
-    if _NETWORK.value not in ("open", "private"):
-        raise ValueError(f"--network must be open or private, received {quoted(_NETWORK.value)}.")
-    if _NETWORK.value == "private" and _PRINT.value is not None:
-        raise ValueError("--network private is for jobs on this machine, and --print is for a cluster. Leave one out.")
-    return bool(_NETWORK.value == "private")
 
 
 def _check_grace_seconds() -> None:

@@ -1,4 +1,4 @@
-"""Kill a job at random: any worker, the reaper or the launcher, at any moment; its results do not change.
+"""Kill a job at random: any worker or the launcher, at any moment; its results do not change.
 
 A killed launcher is started again with the same command, as its user would do. After the kills the weights and metrics
 must be those of an undisturbed job, bit for bit, and no process may be left.
@@ -141,8 +141,6 @@ def _victims(mark: str, launcher: int) -> dict[str, int]:
     for one in leaks.processes(mark):
         if not one.is_marked or one.state == "Z" or one.pid == launcher:
             continue
-        if "reaper" in one.command:
-            found["reaper"] = one.pid
         with suppress(OSError):
             environment = Path(f"/proc/{one.pid}/environ").read_bytes()
             ranks = [rank for rank in range(NUM_WORKERS) if f'"index": {rank}}}'.encode() in environment]

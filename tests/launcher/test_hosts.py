@@ -65,8 +65,7 @@ def test_no_secret_is_created_for_several_hosts_and_that_of_the_user_is_kept() -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--hosts", "a,b", "--print", "slurm"], "leave out --print and --network private"),
-        (["--hosts", "a,b", "--network", "private"], "leave out --print and --network private"),
+        (["--hosts", "a,b", "--print", "slurm"], "--print starts none. Leave one out"),
         (["--host", "1"], "which is not set"),
         (["--hosts", "a,b,c"], "no multiple of the 3 hosts"),
     ],

@@ -14,7 +14,6 @@ from tfpar import launch
 from tfpar.launcher import job, stop_signals
 from tfpar.launcher.line_splitter import Lines
 from tfpar.launcher.log_output import Sink
-from tfpar.launcher.reaper import Reaper, kill_when_input_ends
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import cores_of, environment_of
 
@@ -75,38 +74,6 @@ def test_the_environment_of_a_worker_keeps_the_users_variables() -> None:
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (130, 130), (-9, 137), (-15, 143)])
 def test_exit_codes_are_as_shells_report_them(code: int, expected: int) -> None:
     assert job.exit_code(code) == expected
-
-
-def test_the_reaper_kills_only_groups_that_still_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = []
-
-    def kill(group: int, number: int) -> None:
-        killed.append((group, number))
-        raise ProcessLookupError
-
-    monkeypatch.setattr(os, "killpg", kill)
-    kill_when_input_ends([b"123\n", b"456\n", b"-123\n"])
-    assert killed == [(456, signal.SIGKILL)]
-
-
-def test_a_suspended_reaper_does_not_keep_the_launcher_from_ending() -> None:
-    with Reaper() as reaper:
-        os.kill(reaper.pid, signal.SIGSTOP)
-        for _ in range(100_000):  # more than its pipe holds
-            reaper.register(1 << 30)  # no process has this number
-            reaper.unregister(1 << 30)
-    assert not Path(f"/proc/{reaper.pid}").exists()
-
-
-def test_a_reaper_that_always_dies_ends_the_job_with_a_sentence() -> None:
-    def replaced() -> str:
-        os.kill(reaper.pid, signal.SIGKILL)
-        return reaper.replace()
-
-    with Reaper() as reaper:
-        assert ["was killed by signal 9 and was replaced" in replaced() for _ in range(4)] == [True] * 4
-        with pytest.raises(OSError, match=r"right after its start, 5 times in a row\. Find out"):
-            replaced()
 
 
 def test_only_a_later_ctrl_c_means_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,11 +152,6 @@ GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"
         (["--num_workers", "2", "--grace_seconds", "nan"], f"{GRACE_RULE}, received nan."),
         (["--num_workers", "2", "--grace_seconds", "inf"], f"{GRACE_RULE}, received inf."),
         (["--num_workers", "2", "--grace_seconds", "2147484"], f"{GRACE_RULE}, received 2.14748e+06."),
-        (["--num_workers", "2", "--network", "closed"], "--network must be open or private, received 'closed'."),
-        (
-            ["--num_workers", "2", "--network", "private", "--print", "tfjob"],
-            "--network private is for jobs on this machine, and --print is for a cluster. Leave one out.",
-        ),
         (["--num_workers", "2", "--print", "pbs"], "--print must be one of slurm, tfjob, received 'pbs'."),
     ],
 )

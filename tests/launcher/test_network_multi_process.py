@@ -1,4 +1,4 @@
-"""The workers of a job on one machine are unreachable from other machines, or for all other processes."""
+"""The workers of a job on one machine are unreachable from other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import ROOT
 from tests.support.launching import ranked, run
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
 from tfpar.cluster import loopback
@@ -21,16 +20,8 @@ from tfpar.cluster.tf_config import Job
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
 
-TRIES_NAMESPACE = "from tfpar.launcher import network_namespace; network_namespace.enter_private()"
 _CLONE_NEWNET = 0x40000000
 INSIDE, OUTSIDE = "10.203.0.1", "10.203.0.2"
-
-
-@pytest.fixture(scope="module")
-def allows_namespaces() -> None:
-    """Skips where the system allows no network namespace."""
-    if subprocess.run([sys.executable, "-c", TRIES_NAMESPACE], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this system allows no network namespaces")
 
 
 LISTENING = """
@@ -59,50 +50,6 @@ def test_tensorflows_server_is_bound_to_the_loopback(tmp_path: Path) -> None:
         listening, total = json.loads(ranked(out, rank)[-1])
         assert [interface for _, _, interface in listening] == ["lo"], listening
         assert total == 3.0, "the workers reach each other"
-
-
-def test_a_private_network_has_nothing_but_the_loopback(tmp_path: Path, allows_namespaces: None) -> None:
-    script = """
-import socket
-address, port = place["cluster"]["worker"][0].split(":")
-if rank == 0:
-    with socket.create_server((address, int(port))) as server:
-        sign("listens")
-        server.accept()
-else:
-    wait("listens-0")
-    socket.create_connection((address, int(port)), timeout=5).close()
-print([name for _, name in socket.if_nameindex()], os.getuid())
-"""
-    code, out, err = run(tmp_path, script, "--network", "private")
-    assert code == 0, err
-    for rank in range(2):
-        assert ranked(out, rank) == [f"['lo'] {os.getuid()}"]
-
-
-def test_a_system_without_namespaces_refuses_a_private_network_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "script.py").touch()
-    program = (
-        "import sys\nfrom tfpar.launcher import network_namespace\n"
-        "def unshare(flags): raise PermissionError(1, 'Operation not permitted')\n"
-        "network_namespace._unshare = unshare\n"
-        "from tfpar import launch\nlaunch.run()"
-    )
-    words = ["--num_workers", "2", "--network", "private", "--", "script.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    completed = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert completed.returncode == 1
-    assert completed.stderr == (
-        "error: --network private needs a network namespace, and this system refuses it: Operation not permitted. "
-        "Leave it out: TensorFlow's ports then accept connections of this machine only, also of its other users.\n"
-    )
 
 
 @pytest.fixture
@@ -171,7 +118,9 @@ def test_a_server_that_cannot_be_confined_is_said_in_one_line(
     assert said.count("\n") == 1
 
 
-def test_tensorflows_server_starts_by_a_function_that_releases_pythons_lock_and_raises_its_errors() -> None:
+def test_tensorflows_server_starts_by_a_function_that_releases_pythons_lock_and_raises_its_errors(
+    logical_cpus: list[str],
+) -> None:
     import tensorflow as tf
     from tensorflow.python import pywrap_tfe
     from tensorflow.python.eager import context

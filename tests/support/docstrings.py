@@ -43,7 +43,7 @@ class Docstring(NamedTuple):
 # In a job of two workers, in the same order on both.
 IN_A_JOB = ("Group", "MultiWorker")
 # In a new process, in this order: the first must come before TensorFlow's threads, the second before its devices.
-IN_A_PROCESS = ("enter_private", "use_logical_cpus", "Mirrored", "Pipeline")
+IN_A_PROCESS = ("use_logical_cpus", "Mirrored", "Pipeline")
 
 
 def collect() -> Iterator[Docstring]:

@@ -86,7 +86,7 @@ def server_confined(address: str) -> Iterator[None]:
         print(
             f"warning: TensorFlow's server at {address} can be reached from other machines, as it could not be bound "
             f"to the loopback ({found.problem.strerror}), and any program that connects can act as you. Use a "
-            "firewall, or python -m tfpar.launch --network private.",
+            "firewall.",
             file=sys.stderr,
         )
 

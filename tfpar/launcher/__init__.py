@@ -9,8 +9,6 @@
     line_splitter      a stream of bytes, split into lines
     log_output         non-blocking output of the workers' lines
     stop_signals       the signals that stop the job
-    reaper             kills the remaining processes after a kill -9 of the launcher
-    network_namespace  a private network for the job
     manifests          batch scripts and manifests for clusters
 
 It imports no TensorFlow.

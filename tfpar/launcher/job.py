@@ -12,7 +12,6 @@ from tfpar.commands.command_line import REPEATABLE
 from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.hosts import HostPlan
 from tfpar.launcher.log_output import Outputs
-from tfpar.launcher.reaper import Reaper
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker_group import WorkerGroup
 
@@ -58,13 +57,13 @@ def launch(job: Job) -> int:
         signal n stopped the job (SIGPIPE if the reader of the output is gone).
 
     Raises:
-        OSError: If a worker or the reaper cannot be started.
+        OSError: If a worker cannot be started.
 
     Example:
         >>> launch(Job(["true"], num_workers=2, cores_per_worker=1))
         0
     """
-    with StopSignals() as signals, Reaper() as reaper:
+    with StopSignals() as signals:
         outputs = Outputs(signals)
         first_rank = 0 if job.hosts is None else job.hosts.first_rank
         for line in [
@@ -72,7 +71,7 @@ def launch(job: Job) -> int:
             *([] if job.gpus is None else job.gpus.lines(first_rank)),
         ]:
             outputs.say(line)
-        group = _run_with_restarts(job, reaper, outputs, signals)
+        group = _run_with_restarts(job, outputs, signals)
         if signals.stop is not None:
             outputs.say(f"Stopped by {signal.Signals(signals.stop).name}. {group.endings()}")
         elif group.failed is not None:
@@ -112,13 +111,13 @@ def pause_seconds(short_starts: int) -> float:
     return min(_FIRST_PAUSE_SECONDS * 2.0 ** min(short_starts - 1, 10), _LONGEST_PAUSE_SECONDS)
 
 
-def _run_with_restarts(job: Job, reaper: Reaper, outputs: Outputs, signals: StopSignals) -> WorkerGroup:
+def _run_with_restarts(job: Job, outputs: Outputs, signals: StopSignals) -> WorkerGroup:
     """Start and restart the workers until success, a stop signal, or the last restart; return the last group."""
     restarts = short_starts = 0
     while True:
         began_seconds = time.monotonic()
         group = WorkerGroup(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds, job.gpus, job.hosts)
-        group.run(reaper, outputs, signals)
+        group.run(outputs, signals)
         if signals.stop is not None or group.failed is None or restarts == job.max_restarts:
             return group
         if group.failed.code == REPEATABLE:
@@ -131,22 +130,19 @@ def _run_with_restarts(job: Job, reaper: Reaper, outputs: Outputs, signals: Stop
         seconds = pause_seconds(short_starts)
         after = f" after a pause of {seconds:g} s" if seconds >= 1 else ""
         outputs.say(f"Restart {restarts} of {job.max_restarts}{after}, because {group.cause()}.")
-        _pause(seconds, reaper, outputs, signals)
+        _pause(seconds, outputs, signals)
         if signals.stop is not None:
             return group
 
 
-def _pause(seconds: float, reaper: Reaper, outputs: Outputs, signals: StopSignals) -> None:
+def _pause(seconds: float, outputs: Outputs, signals: StopSignals) -> None:
     """Wait some seconds, or until a stop signal arrives."""
     ends_seconds = time.monotonic() + seconds
     while signals.stop is None and (left := ends_seconds - time.monotonic()) > 0:
         poll = select.poll()
         poll.register(signals, select.POLLIN)
-        poll.register(reaper, select.POLLIN)
         outputs.register(poll)
         ready = dict(poll.poll(left * 1000))
         if signals.fileno() in ready:
             signals.read()
-        if reaper.fileno() in ready:
-            outputs.say(reaper.replace())
         outputs.write_some(ready)

@@ -16,7 +16,6 @@ from tfpar.cluster.other_worker_error import LOST
 from tfpar.commands.command_line import OTHER_FAILED
 from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.line_splitter import Lines
-from tfpar.launcher.reaper import Reaper
 
 TAIL_LINES = 20
 # Read by TensorFlow and its libraries. As many threads as cores in each pool: with two inter-op threads on one core,
@@ -113,14 +112,14 @@ class Worker:
     """A worker process from its start to its end.
 
     It leads a new session and process group: a Ctrl-C on the terminal reaches the launcher alone, and the child
-    processes of a worker can be killed together with it.
+    processes of a worker can be killed together with it. After a kill -9 of the launcher the kernel ends the worker,
+    but not what the worker itself has started.
 
     Args:
         rank: The rank of the worker, from 0.
         command: The command.
         environment: Its whole environment.
         cores: The cores on which it may run.
-        reaper: Kills its process group if the launcher is killed.
         keeps_terminal: Whether it inherits the launcher's standard output, a terminal, for its progress bar.
 
     Raises:
@@ -133,14 +132,12 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         cores: Sequence[int],
-        reaper: Reaper,
         keeps_terminal: bool = False,
     ) -> None:
         self.rank, self.keeps_terminal = rank, keeps_terminal
         self.is_running = True  # until it is reaped
         self.code = 0  # the exit code as Python reports it, -n for signal n; meaningless before the end
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
-        self._reaper = reaper
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -148,9 +145,8 @@ class Worker:
             stdout=None if keeps_terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_before_command(cores, reaper),
+            preexec_fn=_before_command(cores),
         )
-        reaper.register(self._process.pid)
         # Readable once the process has ended, so that the order of ends is known.
         self.end = os.pidfd_open(self._process.pid)
         sources = ((self._process.stdout, False), (self._process.stderr, True))
@@ -183,10 +179,9 @@ class Worker:
         self.kill()  # before its process id can be reused
         self.code, self.is_running = self._process.wait(), False
         os.close(self.end)
-        self._reaper.unregister(self._process.pid)
 
 
-def _before_command(cores: Sequence[int], reaper: Reaper) -> Callable[[], None]:
+def _before_command(cores: Sequence[int]) -> Callable[[], None]:
     """Return the function that a new worker calls between fork and exec, in a process with one thread."""
     libc, launcher = ctypes.CDLL(None), os.getpid()
 
@@ -194,7 +189,6 @@ def _before_command(cores: Sequence[int], reaper: Reaper) -> Callable[[], None]:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # the launcher was killed before the line above
             os._exit(1)
-        reaper.register_from_child(os.getpid())
         os.sched_setaffinity(0, cores)
 
     return prepare

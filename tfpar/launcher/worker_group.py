@@ -13,7 +13,6 @@ from tfpar.commands.start_up import INTERRUPTED  # also the exit code of a worke
 from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.hosts import HostPlan
 from tfpar.launcher.log_output import Outputs
-from tfpar.launcher.reaper import Reaper
 from tfpar.launcher.reserved_ports import ReservedPorts
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import OutputStream, Worker, cores_of, environment_of
@@ -53,22 +52,21 @@ class WorkerGroup:
         self._has_killed = False
         self._kill_at_seconds: float | None = None  # of time.monotonic
 
-    def run(self, reaper: Reaper, outputs: Outputs, signals: StopSignals) -> None:
+    def run(self, outputs: Outputs, signals: StopSignals) -> None:
         """Start the workers and wait until all have ended; after an error, no worker is left running.
 
         Args:
-            reaper: Replaced if it ends.
             outputs: Receives the lines of the workers.
             signals: The signals that stop the job.
 
         Raises:
-            OSError: If a worker or another reaper cannot be started.
+            OSError: If a worker cannot be started.
         """
         with ReservedPorts(self._num_workers if self._hosts is None else 0) as ports:
             try:
-                self._start(ports, reaper, outputs)
+                self._start(ports, outputs)
                 while self._running():
-                    ready = self._wait(reaper, outputs, signals)
+                    ready = self._wait(outputs, signals)
                     self._forward_output(ready, outputs)
                     self._reap([worker for worker in self._running() if worker.end in ready], outputs, signals)
                     self._stop_if_requested(outputs, signals)
@@ -109,7 +107,7 @@ class WorkerGroup:
             return "All workers exited normally."
         return " ".join(f"Worker {worker.rank} {_ending(worker.code)}." for worker in lost)
 
-    def _start(self, ports: ReservedPorts, reaper: Reaper, outputs: Outputs) -> None:
+    def _start(self, ports: ReservedPorts, outputs: Outputs) -> None:
         available = sorted(os.sched_getaffinity(0))
         addresses: Sequence[str]
         if self._hosts is None:
@@ -123,7 +121,6 @@ class WorkerGroup:
                 self._command,
                 environment_of(rank, addresses, self._cores_per_worker, secret, os.environ, self._gpus, first_rank),
                 cores_of(local, self._num_workers, self._cores_per_worker, available),
-                reaper,
                 keeps_terminal=rank == 0 and outputs.is_terminal,
             )
             self._workers.append(worker)
@@ -134,11 +131,10 @@ class WorkerGroup:
     def _open_streams(self) -> list[tuple[Worker, OutputStream]]:
         return [(worker, stream) for worker in self._workers for stream in worker.streams if stream.is_open]
 
-    def _wait(self, reaper: Reaper, outputs: Outputs, signals: StopSignals) -> Mapping[int, int]:
+    def _wait(self, outputs: Outputs, signals: StopSignals) -> Mapping[int, int]:
         """Wait for the next event or the time of SIGKILL; return the events by file descriptor."""
         poll = select.poll()
         poll.register(signals, select.POLLIN)
-        poll.register(reaper, select.POLLIN)
         outputs.register(poll)
         for worker in self._running():
             poll.register(worker.end, select.POLLIN)
@@ -150,8 +146,6 @@ class WorkerGroup:
         ready = dict(poll.poll(None if kill_at is None else max(0.0, kill_at - time.monotonic()) * 1000))
         if signals.fileno() in ready:
             signals.read()
-        if reaper.fileno() in ready:
-            outputs.say(reaper.replace())
         outputs.write_some(ready)
         return ready
 
