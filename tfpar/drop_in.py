@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from tfpar import cluster
 from tfpar.loops import model_methods
 from tfpar.messages import keyword_arguments
 from tfpar.strategies import SingleDevice, model_scopes
+from tfpar.strategies.resolve import print_unused_devices
 from tfpar.trainer import Trainer
 
 # A model in the scope of a strategy trains by its own `fit` too.
@@ -47,7 +46,11 @@ def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.Hist
     trainer = _trainer_of(model, "fit", settings)
     is_default = isinstance(trainer.strategy, SingleDevice) and model_scopes.noted_strategy(model) is None
     if model._tfpar_trainer is trainer and is_default:
-        _print_other_devices()
+        print_unused_devices(
+            "tfpar.fit",
+            "since the model was built outside of a strategy's scope",
+            "tfpar.Trainer(model, tfpar.Mirrored()).fit(...)",
+        )
     history: keras.callbacks.History = trainer.fit(*data, **settings)
     return history
 
@@ -107,15 +110,3 @@ def _trainer_of(model: keras.Model, method: str, settings: Mapping[str, Any]) ->
     keyword_arguments.check(getattr(Trainer, method), f"tfpar.{method}", settings)
     trainer: Trainer = model_methods.kept_trainer(model, Trainer)
     return trainer
-
-
-@functools.cache
-def _print_other_devices() -> None:
-    """Print a line, once per process, if training could use more devices."""
-    devices = cluster.resolve_devices(None)
-    if len(devices) > 1:
-        print(
-            f"tfpar.fit trains on 1 of {len(devices)} devices, since the model was built outside of a strategy's "
-            "scope. Train on all of them with tfpar.Trainer(model, tfpar.Mirrored()).fit(...).",
-            file=sys.stderr,
-        )

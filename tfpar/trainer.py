@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -37,9 +37,9 @@ class Trainer:
     Args:
         build_model: The model function: it returns a compiled `keras.Model`, and is called in the strategy's scope. Or
             a built model, whose weights, optimizer state and random state move to the devices of the strategy.
-        strategy: The strategy; None for `SingleDevice()`, or for the strategy in whose scope a given model was built.
-            A `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy` is used as `Mirrored` or
-            `MultiWorker`.
+        strategy: The strategy; None for `SingleDevice()`, or for the strategy in whose scope a given model was built;
+            "auto" for `Mirrored()` on several devices and `MultiWorker()` in a job of several workers. A
+            `tf.distribute` strategy is used as `Mirrored` or `MultiWorker`.
         seed: The seed for `keras.utils.set_random_seed` before the model function is called. Keras with the same seed
             creates the same weights. It is also the seed to shuffle arrays in `fit`. None sets nothing.
 
@@ -58,7 +58,7 @@ class Trainer:
     def __init__(
         self,
         build_model: ModelOrFunction,
-        strategy: Strategy | tf.distribute.Strategy | None = None,
+        strategy: Strategy | tf.distribute.Strategy | Literal["auto"] | None = None,
         seed: int | None = 0,
     ) -> None:
         check_arguments(build_model, strategy, seed)

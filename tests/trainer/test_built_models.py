@@ -13,7 +13,8 @@ import tensorflow as tf
 import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support import parity_cases, small
-from tfpar import drop_in
+from tfpar import cluster
+from tfpar.strategies.resolve import print_unused_devices, resolve
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -200,7 +201,7 @@ def test_fit_evaluate_and_predict_share_compiled_functions(monkeypatch: pytest.M
 
 
 def test_fit_on_one_of_several_devices_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
-    drop_in._print_other_devices.cache_clear()
+    print_unused_devices.cache_clear()
     chosen = small.build_model()
     trainer = tfpar.Trainer(chosen, tfpar.SingleDevice())
     tfpar.fit(chosen, small.data(), verbose=0)
@@ -213,6 +214,32 @@ def test_fit_on_one_of_several_devices_says_so_once(capfd: pytest.CaptureFixture
     said = capfd.readouterr().err
     assert said.count("tfpar.fit trains on 1 of 4 devices") == 1
     assert "tfpar.Trainer(model, tfpar.Mirrored())" in said
+
+
+def test_a_trainer_without_a_strategy_on_several_devices_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
+    print_unused_devices.cache_clear()
+    tfpar.Trainer(small.build_model, tfpar.SingleDevice())
+    assert "devices" not in capfd.readouterr().err, "what somebody chose needs no advice"
+    for _ in range(2):
+        tfpar.Trainer(small.build_model)
+    assert capfd.readouterr().err == (
+        "tfpar.Trainer trains on 1 of 4 devices, as it was given no strategy. Train on all of them with "
+        "strategy=tfpar.Mirrored().\n"
+    )
+
+
+def test_the_strategy_auto_is_mirrored_on_several_devices(capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = tfpar.Trainer(small.build_model, "auto")
+    assert trainer.strategy.describe() == "Mirrored over 4 replicas on CPU:0, CPU:1, CPU:2, CPU:3"
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("devices", "kind"), [(["CPU:0"], tfpar.SingleDevice), (["GPU:0"], tfpar.SingleDevice)])
+def test_the_strategy_auto_is_one_device_where_there_is_one(
+    devices: list[str], kind: type[tfpar.Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "resolve_devices", lambda names: devices)
+    assert type(resolve("auto")) is kind
 
 
 # --- wrong kinds of argument ------------------------------------------------------------------------------------------

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfpar import cluster
 from tfpar._compat import keras_variables
+from tfpar.cluster import tf_config
 from tfpar.messages.suggestions import closest
 from tfpar.strategies import model_scopes
 from tfpar.strategies.base import Strategy
@@ -68,8 +73,8 @@ def resolve(strategy: Any) -> Strategy:
     """Return the tfpar strategy for an argument `strategy`.
 
     Args:
-        strategy: A tfpar strategy; a `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy`; None for
-            `SingleDevice()`.
+        strategy: A tfpar strategy; a `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy`; "auto" for the
+            one that fits the process; None for `SingleDevice()`, with a line where there are other devices.
 
     Raises:
         TypeError: If it is something else, such as a name or a class.
@@ -79,9 +84,12 @@ def resolve(strategy: Any) -> Strategy:
         'Mirrored over 2 replicas on CPU:0, CPU:1'
     """
     if strategy is None:
+        print_unused_devices("tfpar.Trainer", "as it was given no strategy", "strategy=tfpar.Mirrored()")
         return SingleDevice()
     if isinstance(strategy, Strategy):
         return strategy
+    if isinstance(strategy, str) and strategy == "auto":
+        return _automatic()
     if isinstance(strategy, tf.distribute.Strategy):
         found = _wrapping(strategy)
         if found is not None:
@@ -96,9 +104,34 @@ def resolve(strategy: Any) -> Strategy:
     else:
         received, way_out = repr(strategy), _written("")
     raise TypeError(
-        f"strategy must be a strategy object, of tfpar or a mirrored one of tf.distribute, received {received}. "
-        f"Write {way_out}."
+        "strategy must be a strategy object, of tfpar or a mirrored one of tf.distribute, or 'auto', received "
+        f"{received}. Write {way_out}."
     )
+
+
+def _automatic() -> Strategy:
+    """Return what `strategy.kind = "auto"` of a run is without a plan."""
+    job = tf_config.from_environment(os.environ)
+    if job is not None and job.num_workers > 1:
+        return MultiWorker()
+    return Mirrored() if len(cluster.resolve_devices(None)) > 1 else SingleDevice()
+
+
+@functools.cache
+def print_unused_devices(who: str, reason: str, way_out: str) -> None:
+    """Print a line, once per process, if training could use more devices.
+
+    Args:
+        who: What trains on one device.
+        reason: Why it does, as a clause.
+        way_out: The code that trains on all of them.
+    """
+    devices = cluster.resolve_devices(None)
+    if len(devices) > 1:
+        print(
+            f"{who} trains on 1 of {len(devices)} devices, {reason}. Train on all of them with {way_out}.",
+            file=sys.stderr,
+        )
 
 
 def _written(name: str) -> str:
