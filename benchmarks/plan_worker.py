@@ -112,7 +112,7 @@ def compared(
 
 def _chosen(steps: list[PredictedStep], costs: ModelCosts, machine: MachineCosts) -> str:
     plan = rank(steps, [], costs, machine)
-    return str((plan.take or plan.rows[0]).layout)
+    return str((plan.taken or plan.rows[0]).layout)
 
 
 def _step_seconds(trainer: tfpar.Trainer, data: tf.data.Dataset) -> float:

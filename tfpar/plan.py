@@ -134,14 +134,14 @@ def main(argv: list[str]) -> int:
         print(found.to_json() if _JSON.value else f"{found}\n", end="")
         if _WRITE.value is not None:
             _write(run, found, _WRITE.value)
-        return NO_LAYOUT if found.take is None else 0
+        return NO_LAYOUT if found.taken is None else 0
     except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
         print("\n".join(command_line.error_lines(str(error))), file=sys.stderr)
         return 2
 
 
 def _write(run: config.Run, found: Plan, path: str) -> None:
-    if found.take is None:
+    if found.taken is None:
         earlier = ", and holds an earlier plan" if Path(path).exists() else ""
         print(f"No layout is taken, so {received.path(path)} is not written{earlier}.", file=sys.stderr)
         return

@@ -57,7 +57,7 @@ def test_the_spread_of_measured_layouts_is_that_of_the_plan() -> None:
     assert [(row.rank, str(row.layout)) for row in plan.rows] == [(1, MIRRORED), (1, SHARDED), (3, "SingleDevice")]
     assert plan.model.spread == 0.12
     plan = planned(Device(seconds, spread=0.6))
-    assert plan.take is None
+    assert plan.taken is None
     assert plan.notes[0].startswith("The measured times vary by 60 %, and more than 50 % is too noisy to rank")
 
 
@@ -75,14 +75,14 @@ def test_two_measured_layouts_are_compared_by_the_spread_of_their_own_steps() ->
 def test_one_device_that_takes_another_time_than_before_is_a_drift(one_seconds: float, is_ranked: bool) -> None:
     plan = planned(Device({MIRRORED: 0.9, SHARDED: 0.95, "SingleDevice": one_seconds}))
     assert plan.model.spread == pytest.approx(one_seconds / 0.81 - 1)
-    assert (plan.take is not None) == is_ranked
+    assert (plan.taken is not None) == is_ranked
 
 
 def test_a_measurement_longer_than_the_prediction_of_another_layout_has_that_one_measured_too() -> None:
     device = Device({MIRRORED: 0.9, SHARDED: 0.95, "SingleDevice": 0.8})
     plan = planned(device)
     assert device.asked == [SHARDED, MIRRORED, "SingleDevice", SHARDED]
-    assert str(plan.take.layout if plan.take else None) == "SingleDevice"
+    assert str(plan.taken.layout if plan.taken else None) == "SingleDevice"
 
 
 def test_a_measurement_shorter_than_all_predictions_has_the_close_ones_measured_too() -> None:
@@ -168,7 +168,7 @@ def test_the_table_has_the_measured_step_and_the_predicted_one() -> None:
 def test_nothing_is_measured_where_no_layout_will_be_taken() -> None:
     device = Device({})
     plan = planned(device, model=dataclasses.replace(MODEL, spread=0.6))
-    assert (device.asked, plan.take) == ([], None)
+    assert (device.asked, plan.taken) == ([], None)
 
 
 def test_layouts_that_do_not_fit_are_not_measured() -> None:
@@ -189,5 +189,5 @@ def test_a_layout_that_is_measured_again_has_the_spread_of_its_shorter_time() ->
     rows = sorted(planned(Device({}), most=0).rows, key=lambda row: row.step_seconds)
     first, other, _ = (str(row.layout) for row in rows)
     plan = planned(Disturbed({first: 0.8, other: 0.5, "SingleDevice": 0.81}, spread=0.7))
-    assert plan.take is not None
+    assert plan.taken is not None
     assert {str(row.layout): row.measured_seconds for row in plan.rows}[first] == 0.39

@@ -19,8 +19,11 @@ import tensorflow as tf
 
 import tfpar
 from tests import ROOT
+from tests.planning.test_ranking import planned, step
 from tests.support import small
 from tfpar import config
+from tfpar.planning.costs import MachineCosts
+from tfpar.planning.layouts import Layout
 from tfpar.planning.plan import Plan
 
 SMALL = [
@@ -198,7 +201,7 @@ def test_the_plan_leaves_random_states_as_they_were(plan: Plan, logical_cpus: li
 def test_one_device_gives_one_row_and_what_a_second_would_bring(logical_cpus: list[str]) -> None:
     plan = tfpar.plan(small.build_model, small.data(), devices=["CPU:0"])
     assert [str(row.layout) for row in plan.rows] == ["SingleDevice"]
-    assert plan.take is None or any(note.startswith("A second device would bring") for note in plan.notes)
+    assert plan.taken is None or any(note.startswith("A second device would bring") for note in plan.notes)
 
 
 class Branching(keras.Model):
@@ -275,3 +278,21 @@ def test_bad_arguments_are_refused(
 
 def test_the_module_is_the_function_once_it_is_imported() -> None:
     assert callable(importlib.import_module("tfpar.plan"))
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(2), Layout(2, shard="optimizer"), Layout(1, 2, 4)], ids=str)
+def test_the_layout_that_a_plan_takes_is_a_strategy_to_train_with(layout: Layout, logical_cpus: list[str]) -> None:
+    plan = planned([step(layout, 1.0)], MachineCosts("CPU", 8, 8))
+    assert plan.take is plan.take
+    trainer = tfpar.Trainer(small.build_model, plan.take)
+    assert trainer.strategy.device_names == logical_cpus[: layout.num_devices]
+    assert type(trainer.strategy).__name__ == str(layout).partition("(")[0]
+    trainer.fit(small.data(), verbose=0, steps_per_epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "needs"), [(Layout(8), "8 on 1 host, received 4"), (Layout(2, num_hosts=2), "2 on 2 hosts, received 4")]
+)
+def test_a_layout_of_other_devices_is_no_strategy_here(layout: Layout, needs: str, logical_cpus: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"needs {needs} on this one"):
+        assert planned([step(layout, 1.0)], MachineCosts("CPU", 8, 8)).take

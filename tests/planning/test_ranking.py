@@ -46,7 +46,7 @@ def test_the_fastest_that_fits_comes_first_and_what_does_not_fit_last() -> None:
         (None, "Mirrored(4)"),
         (None, "SingleDevice"),
     ]
-    assert plan.take is plan.rows[0]
+    assert plan.taken is plan.rows[0]
     assert [row.fits for row in plan.rows] == [True, True, False, False]
 
 
@@ -100,13 +100,13 @@ def test_equality_is_measured_from_the_fastest_of_a_group_so_that_it_does_not_ch
 def test_a_noisy_measurement_ranks_nothing_and_says_so() -> None:
     plan = rank([step(ONE, 0.7), step(FOUR, 0.2)], [], dataclasses.replace(MODEL, spread=0.6), GPUS)
     assert ranks(plan) == [(None, "SingleDevice"), (None, "Mirrored(4)")]
-    assert plan.take is None
+    assert plan.taken is None
     assert "vary by 60 %" in plan.notes[0]
 
 
 def test_if_no_layout_fits_the_nearest_is_named_with_what_it_lacks() -> None:
     plan = planned([step(ONE, 0.7, 51), step(FOUR, 0.2, 20), step(SHARDED, 0.2, 12.5)], with_memory(12))
-    assert plan.take is None
+    assert plan.taken is None
     assert plan.rows[0].layout == SHARDED
     assert plan.notes[0].startswith("No layout fits in the 12.0 GB of a device. The nearest is Mirrored(4, shard=")
     assert "lacks 500 MB" in plan.notes[0]

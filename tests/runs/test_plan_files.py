@@ -33,11 +33,11 @@ def test_the_command_gives_the_layout_of_the_plan(
     file = tmp_path / "run.toml"
     file.write_text(f"[strategy]\n{section}\n" if section else "")
     plan = planned([step(layout, 1.0)])
-    assert plan.take is not None
+    assert plan.taken is not None
     words = shlex.split(command_of(plan, str(file), override))
     overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
     assert words[:5] == ["python", "-m", "tfpar.train", "--config", str(file)]
-    assert config.load(file, overrides) == with_strategy(config.load(file, override), plan.take.settings)
+    assert config.load(file, overrides) == with_strategy(config.load(file, override), plan.taken.settings)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_a_run_makes_the_logical_cpus_that_the_plan_names(
     layout: Layout, devices: list[str], number: int | None, tmp_path: Path
 ) -> None:
     plan = planned([step(layout, 1.0)])
-    assert plan.take is not None
-    named = dataclasses.replace(plan.take, settings=layout.settings_on(devices))
-    plan = dataclasses.replace(plan, take=named)
+    assert plan.taken is not None
+    named = dataclasses.replace(plan.taken, settings=layout.settings_on(devices))
+    plan = dataclasses.replace(plan, taken=named)
     words = shlex.split(command_of(plan, None, []))
     assert [word for word in words if "num_logical_cpus" in word] == (
         [] if number is None else [f"strategy.num_logical_cpus={number}"]

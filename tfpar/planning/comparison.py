@@ -42,7 +42,7 @@ def compare(
     Example:
         >>> from tfpar.planning.costs import Curve
         >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), batch=8, compute=Curve((8,), (0.8,)), update_seconds=0.1)
-        >>> compare(model, MachineCosts("GPU", num_devices=2, num_measured=2)).take.layout.kind
+        >>> compare(model, MachineCosts("GPU", num_devices=2, num_measured=2)).taken.layout.kind
         'mirrored'
     """
     steps, refusals = _predictions(model, machine)

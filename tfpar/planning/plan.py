@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfpar.planning import table
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
+
+if TYPE_CHECKING:
+    from tfpar.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Plan:
         rows: Those that fit, the best first; then those that do not fit, the nearest first.
         model: The measured costs of the model.
         machine: The costs of the devices and links.
-        take: The row to take; None where none fits, or the measurement is too noisy to rank.
+        taken: The row to take; None where none fits, or the measurement is too noisy to rank.
         command: The command that trains it; "" where there is none to show.
         notes: Sentences on the rows.
         not_considered: Layouts that were refused, with the reason, grouped.
@@ -73,7 +77,7 @@ class Plan:
         >>> from tfpar.planning.rows import PredictedStep
         >>> model = ModelCosts("mlp", 100, 400, 400, 800, (400,), 32, Curve((32,), (0.02,)), 0.001)
         >>> plan = rank([PredictedStep(Layout(), 0.025, {}, 5000)], [], model, MachineCosts("CPU", 1, 1))
-        >>> plan.take.layout, round(plan.take.examples_per_second)
+        >>> plan.taken.layout, round(plan.taken.examples_per_second)
         (Layout(...), 1280)
         >>> "SingleDevice" in str(plan), "<table" in plan._repr_html_()
         (True, True)
@@ -82,11 +86,35 @@ class Plan:
     rows: tuple[Row, ...]
     model: ModelCosts
     machine: MachineCosts
-    take: Row | None = None
+    taken: Row | None = None
     command: str = ""
     notes: tuple[str, ...] = ()
     not_considered: tuple[str, ...] = ()
     history: str = ""
+
+    @functools.cached_property
+    def take(self) -> Strategy | None:
+        """The strategy of the row to take, for `tfpar.Trainer`; None where no row is taken.
+
+        Raises:
+            ValueError: If the plan is for other devices or hosts than those that are there.
+        """
+        if self.taken is None:
+            return None
+        from tfpar import cluster, config  # the table needs no TensorFlow
+        from tfpar.strategies import from_settings
+
+        layout, settings = self.taken.layout, self.taken.settings
+        if not {"device", "devices"} & settings.keys():
+            devices = cluster.resolve_devices(None)
+            if layout.num_hosts > 1 or layout.devices_per_host > len(devices):
+                raise ValueError(
+                    f"plan.take is a strategy on the devices that are there, and {layout} needs {layout.num_devices} "
+                    f"on {layout.num_hosts} host{'s' * (layout.num_hosts > 1)}, received {len(devices)} on this one. "
+                    "Build that strategy where it trains, or plan without num_devices and num_hosts."
+                )
+            settings = layout.settings_on(devices)
+        return from_settings(config.with_layout(config.SingleDevice(), settings))
 
     @property
     def largest_batches(self) -> dict[str, int]:

@@ -72,7 +72,7 @@ def rank(
         rows=tuple(rows),
         model=model,
         machine=machine,
-        take=take,
+        taken=take,
         notes=tuple(_notes(rows, take, model, machine, more)),
         not_considered=tuple(_not_considered(refusals, model, machine)),
         history=history,

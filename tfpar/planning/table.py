@@ -129,7 +129,7 @@ def _foot(plan: Plan) -> Iterator[str]:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    if plan.command and plan.take is not None and plan.take.layout.num_hosts > 1:
+    if plan.command and plan.taken is not None and plan.taken.layout.num_hosts > 1:
         yield (
             "Start it on each host, with the names or addresses of all hosts in place of HOST1,HOST2 and with the same "
             "TFPAR_JOB_SECRET."
@@ -243,7 +243,7 @@ def as_table(plan: Plan) -> dict[str, Any]:
             "history": plan.history,
         },
         "rows": [_as_table(row) for row in plan.rows],
-        "take": None if plan.take is None else str(plan.take.layout),
+        "take": None if plan.taken is None else str(plan.taken.layout),
         "command": plan.command,
         "notes": list(plan.notes),
         "largest_batches": plan.largest_batches,

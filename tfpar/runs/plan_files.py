@@ -78,17 +78,17 @@ def write(run: config.Run, plan: Plan, path: Path) -> str:
         ValueError: If the plan takes no layout.
         OSError: If the file cannot be written.
     """
-    if plan.take is None:
+    if plan.taken is None:
         raise ValueError(f"--write writes the layout of the first row, and no layout is taken: {path} is not written.")
-    step, size = duration(plan.take.step_seconds), memory(plan.take.memory_bytes)
-    measured = plan.take.measured_seconds
+    step, size = duration(plan.taken.step_seconds), memory(plan.taken.memory_bytes)
+    measured = plan.taken.measured_seconds
     command = f"{_program(plan)} --config {shlex.quote(str(path))}"
     header = (
-        f"{HEADER}{plan.take.layout}, {step} a step and {size} on a device predicted"
+        f"{HEADER}{plan.taken.layout}, {step} a step and {size} on a device predicted"
         f"{'' if measured is None else f', {duration(measured)} measured'}.\n"
         f"# Command: {command}\n\n"
     )
-    atomic_file.write(path, header + config.dump(with_strategy(run, _settings(plan.take))))
+    atomic_file.write(path, header + config.dump(with_strategy(run, _settings(plan.taken))))
     return command
 
 
@@ -100,11 +100,11 @@ def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
         name: The name or file of the configuration; None for the default run.
         overrides: Settings that the plan was made with.
     """
-    if plan.take is None:
+    if plan.taken is None:
         return ""
     file = None if name is None else bundled_configurations.find(name)
     kept = [one for one in overrides if not one.partition("=")[0].strip().startswith("strategy")]
-    settings = _settings(plan.take)
+    settings = _settings(plan.taken)
     wanted = with_strategy(config.load(file, overrides), settings).strategy
     changes = [f"strategy.{key}={_value(value)}" for key, value in settings.items()]
     if _strategy(file, [*kept, *changes]) != wanted:  # the file has other settings, or those of another kind
@@ -132,7 +132,7 @@ def _strategy(file: Path | None, overrides: Sequence[str]) -> config.Strategy | 
 
 
 def _program(plan: Plan) -> str:
-    hosts = plan.take.layout.num_hosts if plan.take is not None else 1
+    hosts = plan.taken.layout.num_hosts if plan.taken is not None else 1
     if hosts == 1:
         return "python -m tfpar.train"
     names = ",".join(f"HOST{number}" for number in range(1, hosts + 1)) if hosts <= 4 else "HOST1,HOST2,..."
