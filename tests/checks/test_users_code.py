@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import tfpar
-from tfpar.checks import child_program, users_code, users_module
+from tfpar.checks import users_module
+from tfpar.messages import users_code
 
 
 class Outer:
@@ -49,4 +50,4 @@ def test_the_line_of_a_syntax_error_is_found_in_no_frame(tmp_path: Path) -> None
     file.write_text("import keras\ndef build_model(:\n")
     with pytest.raises(SyntaxError) as caught:
         users_module.imported(str(file))
-    assert child_program.users_place(caught.value) == f"{file}:2"
+    assert users_code.users_place(caught.value) == f"{file}:2"

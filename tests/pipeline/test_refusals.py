@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -84,6 +85,38 @@ def named() -> keras.Model:
 def test_settings_that_cannot_be_are_refused_when_the_strategy_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tfpar.Pipeline(**{"num_stages": 2, "num_microbatches": 2, **settings})
+
+
+@pytest.mark.parametrize(("num_stages", "number"), [(2, 8), (4, 16)])
+def test_a_pipeline_without_micro_batches_proposes_a_number(num_stages: int, number: int) -> None:
+    match = rf"needs num_microbatches.* Write Pipeline\({num_stages}, num_microbatches={number}\): with four"
+    with pytest.raises(TypeError, match=match):
+        tfpar.Pipeline(num_stages)
+
+
+class ReadsSize(keras.Model):
+    """Divides by the number of examples, with TensorFlow's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.last = layers.Dense(4), layers.Dense(NUM_CLASSES)
+
+    def call(self, features: Any) -> Any:
+        hidden = self.dense(features)
+        size = tf.shape(hidden)[0]
+        self.add_loss(tf.reduce_sum(hidden) / tf.cast(size, hidden.dtype))
+        return self.last(hidden)
+
+
+def test_the_line_of_a_call_that_reads_the_size_of_a_batch_is_named() -> None:
+    def build() -> keras.Model:
+        model = ReadsSize()
+        model.compile("sgd", crossentropy())
+        return model
+
+    line = 1 + Path(__file__).read_text().splitlines().index("        size = tf.shape(hidden)[0]")
+    with pytest.raises(ValueError, match=rf"received ReadsSize, where: {__file__}:{line} raises A KerasTensor cannot"):
+        tfpar.Trainer(build, tfpar.Pipeline(2, 2)).fit(labelled(), verbose=0)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ import importlib
 import json
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
-from tfpar.checks import users_code
 from tfpar.commands import parent_process
+from tfpar.messages import users_code
 
 # The module of a task, imported in the child only: all of them need TensorFlow.
 _MODULES = {
@@ -45,7 +44,7 @@ def main() -> None:
     try:
         found = {"result": _run(given)}
     except (Exception, SystemExit) as error:  # a script of a user may read flags, and exit
-        found = {"problem": _message(error), "place": users_place(error)}
+        found = {"problem": _message(error), "place": users_code.users_place(error)}
     unfinished = _folder[-1] / "unfinished"
     unfinished.write_text(json.dumps(found))
     unfinished.rename(_folder[-1] / "result")
@@ -64,14 +63,6 @@ def _run(given: dict[str, Any]) -> Any:
 def _message(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:_LONGEST_MESSAGE]}"
-
-
-def users_place(error: BaseException) -> str:
-    """Return the last line of the user's own code in the traceback of an error, as "file:line"; empty without one."""
-    if isinstance(error, SyntaxError) and users_code.is_users(error.filename or "<unknown>"):
-        return f"{error.filename}:{error.lineno}"  # no frame of it is in the traceback
-    place = users_code.last_place(traceback.extract_tb(error.__traceback__))
-    return "" if place is None else f"{place.file}:{place.line}"
 
 
 if __name__ == "__main__":

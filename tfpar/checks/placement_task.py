@@ -15,9 +15,9 @@ from tfpar import strategies
 from tfpar.checks.child_program import at_stage
 from tfpar.checks.model_source import first_batch, make_trainer, source_of
 from tfpar.checks.strategy_task import default_device, settings_on
-from tfpar.checks.users_code import Place, last_place
 from tfpar.full_precision import full_precision
 from tfpar.loops.preparation import Preparation
+from tfpar.messages.users_code import Place, last_place
 from tfpar.placement.reading import read_placement
 from tfpar.strategies.single_device import loss_and_gradients
 

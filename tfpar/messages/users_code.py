@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import signal
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -43,6 +44,14 @@ def last_place(frames: Iterable[Frame]) -> Place | None:
         return None
     file, line = users[-1].filename, users[-1].lineno or 0
     return Place(file, line, function_at(file, line))
+
+
+def users_place(error: BaseException) -> str:
+    """Return the last line of the user's own code in the traceback of an error, as "file:line"; empty without one."""
+    if isinstance(error, SyntaxError) and is_users(error.filename or "<unknown>"):
+        return f"{error.filename}:{error.lineno}"  # no frame of it is in the traceback
+    place = last_place(traceback.extract_tb(error.__traceback__))
+    return "" if place is None else f"{place.file}:{place.line}"
 
 
 def is_users(file: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 from tfpar import cluster
 from tfpar.cluster import tf_config
@@ -18,6 +19,27 @@ from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.staged import Settings, Staged
 from tfpar.strategies.tensor_parallel.rules import Rules, check_rules
 from tfpar.strategies.worker_watch import WorkerWatch
+
+Parameters = ParamSpec("Parameters")
+
+
+def _proposing_microbatches(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Return a constructor that proposes a number; it is no default, as BatchNormalization depends on it."""
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        received = {**dict(zip(("self", "num_stages", "num_microbatches"), args, strict=False)), **kwargs}
+        if "num_microbatches" not in received:
+            num_stages = received.get("num_stages", 2)
+            number = 4 * num_stages if isinstance(num_stages, int) and num_stages > 0 else 8
+            raise TypeError(
+                "Pipeline needs num_microbatches, into which it cuts each batch so that the stages work at the same "
+                f"time. Write Pipeline({num_stages}, num_microbatches={number}): with four for each stage the devices "
+                "wait for less than a fifth of a step."
+            )
+        function(*args, **kwargs)
+
+    return call
 
 
 class Pipeline(Staged):
@@ -34,7 +56,8 @@ class Pipeline(Staged):
 
     Args:
         num_stages: Number of stages.
-        num_microbatches: Number of micro-batches of a global batch; with one, the devices work in turn.
+        num_microbatches: Number of micro-batches of a global batch; four for each stage is a good start. With one, the
+            devices work in turn.
         schedule: "gpipe", "1f1b", "interleaved" (several stages a device) or "zero_bubble".
         balance: The measure to minimize for the slowest stage: "time" (measured), "flops", "parameters" or
             "memory"; or the number of layers of each stage; or the names of the layers to cut before.
@@ -56,6 +79,7 @@ class Pipeline(Staged):
         silence_seconds: With `across_workers`, the time without a heartbeat after which a worker counts as failed.
 
     Raises:
+        TypeError: If there is no number of micro-batches.
         ValueError: If the schedule does not fit, or a device does not exist.
 
     Example:
@@ -64,6 +88,7 @@ class Pipeline(Staged):
     """
 
     @keyword_arguments.named
+    @_proposing_microbatches
     def __init__(
         self,
         num_stages: int,
