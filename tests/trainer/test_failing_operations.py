@@ -47,8 +47,29 @@ def trainer(request: pytest.FixtureRequest) -> tfpar.Trainer:
 def test_a_label_out_of_range_is_named_also_in_a_later_step_of_a_call(trainer: tfpar.Trainer) -> None:
     tokens, labels = examples()
     labels[NUM_EXAMPLES - 3] = 77
-    with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 77 which is outside the valid range"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match="^The labels of a sparse cross-entropy are the numbers of classes, from 0 to 4 for a last layer of 5 "
+        r"units, received a label value of 77 which is outside the valid range\. Number the classes from 0, or give "
+        r"the last layer one unit for each class\.$",
+    ):
         trainer.fit(tokens, labels, batch_size=BATCH, shuffle=False, steps_per_call=4, verbose=0)
+
+
+def test_a_label_out_of_range_in_a_loss_that_is_tried_first_is_no_reason_for_one_device() -> None:
+    def scalar(labels: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels, scores, from_logits=True))
+
+    def build_scalar() -> keras.Model:
+        model = build()
+        model.compile("sgd", scalar)
+        return model
+
+    tokens, labels = examples()
+    labels[0] = 5
+    with pytest.raises(ValueError, match="for a last layer of 5 units, received a label value of 5") as error:
+        tfpar.Trainer(build_scalar, tfpar.Mirrored(2)).fit(tokens, labels, batch_size=BATCH, shuffle=False, verbose=0)
+    assert "SingleDevice" not in str(error.value)
 
 
 def test_an_index_out_of_range_is_named_in_each_method(trainer: tfpar.Trainer) -> None:

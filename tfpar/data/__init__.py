@@ -17,7 +17,7 @@ from tfpar.data.batching.batches import (
 )
 from tfpar.data.batching.equal_rows import check_ranks, differing_rows, with_equal_rows
 from tfpar.data.batching.varied_rows import varied_first
-from tfpar.data.errors import UserMessage, cause_of, user_message
+from tfpar.data.errors import UserMessage, cause_of, label_out_of_range, user_message
 from tfpar.data.first_targets import FirstTargets
 from tfpar.data.fit_arguments import Batches, as_dataset, global_batches, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
@@ -56,6 +56,7 @@ __all__ = [
     "is_python_source",
     "join_batches",
     "join_outputs",
+    "label_out_of_range",
     "load",
     "map_batches",
     "num_rows",

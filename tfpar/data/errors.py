@@ -21,6 +21,7 @@ RAISED = re.compile(
     rf"^(?:\{{\{{.*?\}}\}} ?)?(?:(?:{_AROUND}): )*((?:\w+\.)*\w+: .*?)\nTraceback \(most recent", re.M | re.S
 )
 _CACHED_TWICE = re.compile(r"cache lockfile already exists \('(.*?)\.lockfile'\)")
+_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 GONE = re.compile(r"(/\S+); No such file or directory")
 
 
@@ -73,6 +74,27 @@ def cause_of(error: tf.errors.OpError) -> str:
     if asserted:
         return " ".join(re.findall(r"\[(.*?)\](?=\s|$)", asserted, re.DOTALL)) or asserted
     return [line for line in text.splitlines() if line.strip()][-1].strip() if text.strip() else type(error).__name__
+
+
+def label_out_of_range(message: str) -> str | None:
+    """Return a sentence about a label that is no class of a sparse cross-entropy; None for another message.
+
+    Args:
+        message: The message of an error of TensorFlow.
+
+    Example:
+        >>> label_out_of_range("out of memory") is None
+        True
+    """
+    found = _LABEL.search(message)
+    if found is None:
+        return None
+    label, num_classes = int(found[1]), int(found[2])
+    return (
+        f"The labels of a sparse cross-entropy are the numbers of classes, from 0 to {num_classes - 1} for a last "
+        f"layer of {num_classes} units, received a label value of {label} which is outside the valid range. Number the "
+        "classes from 0, or give the last layer one unit for each class."
+    )
 
 
 def _refused(message: str, settings: config.Data) -> str | None:

@@ -68,6 +68,8 @@ def reported(
         except tf.errors.InvalidArgumentError as error:
             if sentence := data.differing_rows(error.message):
                 raise ValueError(sentence) from error
+            if sentence := data.label_out_of_range(error.message):
+                raise type(error)(error.node_def, error.op, sentence) from error
             raise
         except tf.errors.CancelledError as error:
             if not self.strategy.cuts_model:

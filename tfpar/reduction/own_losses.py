@@ -20,6 +20,8 @@ def failing_on(num_examples: int) -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
+        if sentence := data.label_out_of_range(error.message):
+            raise ValueError(sentence) from None
         reason = error.message.partition("} ")[2] or error.message
         raise ValueError(
             "With several replicas or micro-batches a loss must run on any number of examples, and this one fails on "
