@@ -114,6 +114,36 @@ def test_batch_dependent_layers_are_refused_before_the_first_step(model: str, na
         trainer.predict(parity_cases.inputs(9), verbose=0)
 
 
+@pytest.mark.parametrize("strategy", [lambda: tfpar.Mirrored(TWO), lambda: tfpar.Pipeline(2, 2)])
+@pytest.mark.parametrize("layer", [layers.MixUp, layers.CutMix, layers.AugMix, layers.RandAugment])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_layers_that_augment_images_belong_into_the_dataset(
+    layer: type[keras.Layer], strategy: Callable[[], tfpar.Strategy], is_own: bool
+) -> None:
+    def build() -> keras.Model:
+        stack = [layer(name="augment"), layers.Flatten(), layers.Dense(4), layers.Dense(3)]
+        model = OfLayers(stack) if is_own else keras.Sequential([keras.Input((8, 8, 3)), *stack])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    images = np.random.default_rng(0).uniform(0, 255, (8, 8, 8, 3)).astype("float32")
+    with pytest.raises(ValueError, match=r"call 'augment' in dataset\.map, "):
+        tfpar.Trainer(build, strategy()).fit(images, np.arange(8) % 3, batch_size=8, verbose=0)
+
+
+class OfLayers(keras.Model):
+    """A model that reads values in its call, so that no graph describes it on replicas."""
+
+    def __init__(self, stack: list[keras.Layer]) -> None:
+        super().__init__(name="own")
+        self.stack = stack
+
+    def call(self, inputs: Any) -> Any:
+        for layer in self.stack:
+            inputs = layer(inputs)
+        return inputs
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", BATCH_DEPENDENT)
 def test_batch_dependent_layers_are_gathered_and_equal_one_device(name: str) -> None:

@@ -67,18 +67,19 @@ def noted(layers: Iterable[keras.Layer] = ()) -> Iterator[list[str]]:
     found += [layer.name for (layer, one), state in zip(generators, before, strict=True) if _state(one) != state]
 
 
-def refusal(names: Sequence[str], way_out: str) -> ValueError:
+def refusal(names: Sequence[str], way_out: str, way_of_layers: str = "") -> ValueError:
     """Return the error for layers and losses that draw from NumPy or Python.
 
     Args:
         names: The names of the layers or of the model.
         way_out: How to keep these draws.
+        way_of_layers: What to do with layers that Keras has written, with a comma after it.
     """
     return ValueError(
         "Layers and losses must draw random numbers with keras.random or tf.random, received "
         f"{', '.join(map(repr, names))}, which draws from NumPy or Python: TensorFlow does so once for each trace, and "
         "on every replica again, but not in every step. Use keras.random with a keras.random.SeedGenerator, draw in "
-        f"the constructor, or {way_out}."
+        f"the constructor, {way_of_layers}or {way_out}."
     )
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model, random_state, tf_function
 from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, check_sizes, check_stateless, find_batch_dependence
+from tfpar.pipeline.graph.known_layers import in_dataset
 from tfpar.pipeline.graph.tracing import Call, Graph, Value, run, standardize, trace
 from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 from tfpar.reduction import whole_batch
@@ -56,14 +57,16 @@ def check_choice(batch_dependent_layers: str) -> None:
         raise ValueError(f"batch_dependent_layers must be 'refuse' or 'gather', received {batch_dependent_layers!r}.")
 
 
-def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
+def refusal(model: keras.Model, names: Sequence[str], gathers: bool, training: bool) -> ValueError:
     """Return the error for batch-dependent calls.
 
     Args:
+        model: The model.
         names: The names of the calls; empty if another worker found them.
         gathers: Whether the strategy tried to call them with the whole batch.
         training: Whether they are batch-dependent in training, or in inference.
     """
+    layers = [layer for layer in keras_model.all_layers(model) if {layer.name, model.name} & {*names}]
     known = ", ".join(map(repr, names)) or "one"
     way_out = (
         "calling it with the whole batch does not give the result of one device; call tfpar.gather in the layer"
@@ -72,7 +75,7 @@ def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
     )
     return ValueError(
         f"{_NAMES} {known}{'' if training else ' in inference'}, where an example depends on the others of its batch; "
-        f"{way_out}, or use SingleDevice()."
+        f"{in_dataset(layers)}{way_out}, or use SingleDevice()."
     )
 
 
@@ -164,7 +167,7 @@ def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool
             mixed = [_mixed(call, axes) for call in calls]
     with on_whole_batch(mixed):
         if mixes(model, inputs, training):
-            raise refusal(names, gathers=True, training=training)
+            raise refusal(model, names, gathers=True, training=training)
     return mixed
 
 

@@ -192,7 +192,7 @@ class DataParallel(HasClock, DividesState):
             names = batch_dependence.find(model, batch, training)
         names = self._first_found(names)
         if names and self._batch_dependent_layers == "refuse":
-            raise batch_dependence.refusal(names, gathers=False, training=training)
+            raise batch_dependence.refusal(model, names, gathers=False, training=training)
         with self.raising_on_all_workers():
             gathered = batch_dependence.resolve(model, batch, names, training) if names else []
         self._runs_of(model).gathered[training] = gathered

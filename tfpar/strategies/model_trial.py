@@ -13,6 +13,7 @@ from tfpar import data
 from tfpar._compat import keras_losses, keras_model, python_draws, random_state, tf_function, typical_draws
 from tfpar.pipeline.graph.dependence_trial import NUM_SEEDS
 from tfpar.pipeline.graph.example_comparison import close
+from tfpar.pipeline.graph.known_layers import in_dataset
 from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import whole_batch
 
@@ -35,7 +36,8 @@ def mixes(model: keras.Model, inputs: Any, training: bool) -> bool:
             with contextlib.suppress(Exception):  # RandomCrop does not crop in inference, and other layers may fail
                 found = _ModelTrial(model, inputs, training=False).mixes()
     if drawn:
-        raise python_draws.refusal([model.name], "train on SingleDevice()")
+        layers = in_dataset(keras_model.all_layers(model))
+        raise python_draws.refusal([model.name], "train on SingleDevice()", layers)
     return bool(found)
 
 

@@ -26,7 +26,7 @@ from tfpar._compat import python_draws, random_state
 from tfpar.messages.reasons import reason_of
 from tfpar.pipeline.graph.dependence_trial import Trial
 from tfpar.pipeline.graph.ir import Call, Graph, Value
-from tfpar.pipeline.graph.known_layers import is_batch_independent, layers_of, uses_batch_statistics
+from tfpar.pipeline.graph.known_layers import in_dataset, is_batch_independent, layers_of, uses_batch_statistics
 from tfpar.pipeline.graph.trial_batch import trial_examples
 
 # The advice for a model that needs its whole batch, under Pipeline and Hybrid.
@@ -85,6 +85,7 @@ def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool
         raise ValueError(
             "Every layer must compute each example alone, or micro-batches change the result, received "
             f"{names}{'' if training else ' in inference'}, where an example depends on the others of its batch; "
+            f"{_in_dataset(graph.calls, found.calls)}"
             f"{ON_WHOLE_BATCH}, or allow_batch_dependent_layers=True to accept other results."
         )
     if found.outputs:
@@ -220,7 +221,7 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
             drawn[num_draws:] = [call.name] if len(drawn) > num_draws else []
             trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
     if drawn:
-        raise python_draws.refusal(list(dict.fromkeys(drawn)), ON_WHOLE_BATCH)
+        raise python_draws.refusal(list(dict.fromkeys(drawn)), ON_WHOLE_BATCH, _in_dataset(calls, drawn))
     outputs = tuple(value.name for value in dict.fromkeys(model_outputs) if trial.axes[value] != 0)
     dependent = tuple(trial.batch_dependent)
     if trial.irreproducible and training:
@@ -228,6 +229,10 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         names = {*dependent, *(name for name in trial.irreproducible if name in in_inference)}
         dependent = tuple(call.name for call in calls if call.name in names)
     return BatchDependence(dependent, tuple(trial.batch_normalizations), outputs)
+
+
+def _in_dataset(calls: Sequence[Call], names: Sequence[str]) -> str:
+    return in_dataset(layer for call in calls if call.name in names for layer in layers_of(call))
 
 
 class _Unchanged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import keras
 from keras import layers
 
@@ -30,6 +32,23 @@ _BATCH_INDEPENDENT = {
 }
 # Layers that are batch-independent if their axis is not that of the examples.
 _BATCH_INDEPENDENT_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
+
+# Layers that augment images and mix the examples of a batch, or draw from Python.
+_AUGMENTING = (layers.MixUp, layers.CutMix, layers.AugMix, layers.RandAugment)
+
+
+def in_dataset(found: Iterable[keras.Layer]) -> str:
+    """Return the advice to move layers that augment images into the dataset, with a comma after it.
+
+    Args:
+        found: Layers that a strategy refuses.
+
+    Example:
+        >>> in_dataset([layers.MixUp(name="mix_up"), layers.Dense(2)])
+        "call 'mix_up' in dataset.map, "
+    """
+    names = dict.fromkeys(repr(layer.name) for layer in found if isinstance(layer, _AUGMENTING))
+    return f"call {', '.join(names)} in dataset.map, " if names else ""
 
 
 def is_batch_independent(call: Call, training: bool) -> bool:
