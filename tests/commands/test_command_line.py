@@ -135,7 +135,7 @@ def test_a_wrong_flag_is_one_sentence_with_the_way_out(
     [
         (["digits"], "received 'digits'. Did you mean --config digits?"),
         (["training.epochs=3"], "received 'training.epochs=3'. Did you mean --set training.epochs=3?"),
-        (["--config", "digit"], "received 'digit'. Did you mean digits?"),
+        (["--config", "digit"], "There is no configuration 'digit'. Did you mean digits?"),
         (["--set", "training.lr=3"], "did you mean optimizer.learning_rate?"),
     ],
 )

@@ -624,8 +624,9 @@ def test_a_configuration_that_comes_with_tfpar_is_found_by_its_name(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("digit", r"one of .*digits_mirrored.*, received 'digit'\. Did you mean digits\?"),
-        ("zzz", r"one of .*, received 'zzz'\.$"),
+        ("digit", r"^There is no configuration 'digit'\. Did you mean digits\? A configuration .* digits_mirrored"),
+        ("zzz", r"^There is no configuration 'zzz'\. A configuration is a TOML file or one of "),
+        ("digit.toml", r"\"digit\.toml\" must exist, found nothing there: write digits for "),
         ("configs/mnist.toml", r"\"configs/mnist\.toml\" must exist, found nothing there: write mnist for "),
     ],
 )

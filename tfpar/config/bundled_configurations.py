@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tfpar.messages import received
 from tfpar.messages.received import quoted
-from tfpar.messages.suggestions import did_you_mean
+from tfpar.messages.suggestions import closest, did_you_mean
 
 # In a clone a link to configs/, in an installed package a folder.
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -57,17 +57,23 @@ def find(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if os.path.isfile(path):  # False also for a name that is too long for the system
         return path
-    is_path = path.suffix == ".toml" or os.sep in name_or_path
-    if is_path and path.stem in names():
+    if path.suffix == ".toml" or os.sep in name_or_path:
+        near = None if os.path.exists(path) or _has_similar(path) else closest(path.stem, names())
+        if near is None:
+            return path  # the reader checks whether it exists
         raise FileNotFoundError(
-            f'The configuration file "{received.path(path)}" must exist, found nothing there: write {path.stem} '
-            "for the configuration of that name that comes with tfpar."
+            f'The configuration file "{received.path(path)}" must exist, found nothing there: write {near} for the '
+            "configuration of that name that comes with tfpar."
         )
-    if is_path:
-        return path  # the reader checks whether it exists
     if name_or_path not in names():
         raise FileNotFoundError(
-            f"A configuration is a TOML file or one of {received.listed(names(), 180)}, received "
-            f"{quoted(name_or_path, 40)}.{did_you_mean(name_or_path, names())}"
+            f"There is no configuration {quoted(name_or_path, 40)}.{did_you_mean(name_or_path, names())} A "
+            f"configuration is a TOML file or one of {received.listed(names(), 180)}."
         )
     return FOLDER / f"{name_or_path}.toml"
+
+
+def _has_similar(path: Path) -> bool:
+    """Return whether a file next to a path has a similar name, which the reader suggests."""
+    beside = [other.name for other in path.parent.glob("*.toml")]
+    return path.stem not in names() and closest(path.name, beside) is not None
