@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
             return 0
         return _train(run, directory, is_chief)
     except Exception as error:
-        sentence = _sentence(error, _DIRECTORY.value)
+        sentence = _sentence(error, _DIRECTORY.value, directory)
         if sentence is None:
             _report(directory)
             raise
@@ -217,21 +217,24 @@ def _evaluate(run: config.Run, directory: RunDirectory) -> int:
         return 0 if evaluate_run.evaluate_checkpoints(run, directory) else start_up.INTERRUPTED
 
 
-def _sentence(error: Exception, directory: str | None) -> str | None:
+def _sentence(error: Exception, given: str | None, directory: RunDirectory | None) -> str | None:
     """Return a user's error as a sentence; None for an error of tfpar, which needs its traceback.
 
     Args:
         error: The error.
-        directory: The value of `--directory`.
+        given: The value of `--directory`.
+        directory: The folder of the run; None before it is known.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        is_begun = directory is not None and any(directory.checkpoints.glob("*.npz"))
+        resumes = "it resumes from the last checkpoint" if is_begun else "it starts from the beginning"
         return (
             f"The disk must have room for the run, and {error.filename or 'a file of the run'} could not be written: "
-            f"{os.strerror(error.errno)}. Free some space and repeat the command: it resumes from the last checkpoint."
+            f"{os.strerror(error.errno)}. Free some space and repeat the command: {resumes}."
         )
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name = os.fsdecode(error.filename)
-        is_of_run = name.startswith(directory or "runs")
+        is_of_run = name.startswith(given or "runs")
         way_out = "Choose a --directory that can be written." if is_of_run else "Correct the path, or its permissions."
         return f"{received.path(name)}: {os.strerror(error.errno)}. {way_out}"
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError | MemoryError):

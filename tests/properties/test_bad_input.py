@@ -527,7 +527,8 @@ def test_after_a_full_disk_the_same_command_ends_with_the_same_weights(
     before = contents(checkpoints)
     with command.file_size_limit(num_bytes):
         outcome = call(*flags)
-    assert_one_sentence(outcome, "must have room", "Free some space", before_training=False)
+    next_run = "resumes from the last checkpoint" if begun else "starts from the beginning"
+    assert_one_sentence(outcome, "must have room", "Free some space", next_run, before_training=False)
     assert "run" in outcome.err.partition("could not be written")[0].split("and ")[-1], "what could not be written"
     assert before.items() <= contents(checkpoints).items(), "what was saved stays"
     assert call(*flags).code == 0

@@ -108,8 +108,8 @@ def error_of(who: str) -> WorkerLostError:
     """
     return WorkerLostError(
         f"{LOST}: {who}. Start all workers again with the "
-        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "
-        "automatically."
+        "same command, which resumes from the last checkpoint if there is one; python -m tfpar.launch --max_restarts "
+        "does so automatically."
     )
 
 
