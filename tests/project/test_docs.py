@@ -151,6 +151,22 @@ def test_both_sides_of_the_diff_from_keras_train_the_same_weights(
 
 
 @pytest.mark.parametrize(
+    ("number", "logs"), [(0, {"reconstruction_loss", "kl_loss", "total_loss"}), (1, {"d_loss", "g_loss"})]
+)
+def test_a_step_of_keras_and_its_objectives_train_alike_on_one_device(
+    number: int, logs: set[str], logical_cpus: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    diff = blocks(ROOT / "docs" / "guides" / "objectives.md", "diff")[number]
+    names: list[dict[str, Any]] = [{}, {}]
+    for program, names_of_program in zip(sides(diff), names, strict=True):
+        exec(program.replace("tfpar.Mirrored()", "tfpar.SingleDevice()"), names_of_program)
+    expected, history = (names_of_program["history"].history for names_of_program in names)
+    assert logs <= set(expected)
+    assert {key: pytest.approx(expected[key], rel=1e-5) for key in logs} == {key: history[key] for key in logs}
+
+
+@pytest.mark.parametrize(
     ("document", "diff"),
     [
         pytest.param(document, diff, id=f"{document.stem}-{number}")
