@@ -56,6 +56,18 @@ def test_a_label_out_of_range_is_named_also_in_a_later_step_of_a_call(trainer: t
         trainer.fit(tokens, labels, batch_size=BATCH, shuffle=False, steps_per_call=4, verbose=0)
 
 
+def test_a_label_out_of_range_is_named_where_shards_divide_the_classes() -> None:
+    def build_wide() -> keras.Model:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    labels = np.arange(16)
+    labels[9] = 64
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"^The labels of .* 0 to 63 .* a label value of 64"):
+        tfpar.Trainer(build_wide, tfpar.TensorParallel(2)).fit(np.ones((16, 4)), labels, batch_size=8, verbose=0)
+
+
 def test_a_label_out_of_range_in_a_loss_that_is_tried_first_is_no_reason_for_one_device() -> None:
     def scalar(labels: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
         return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels, scores, from_logits=True))

@@ -21,7 +21,11 @@ RAISED = re.compile(
     rf"^(?:\{{\{{.*?\}}\}} ?)?(?:(?:{_AROUND}): )*((?:\w+\.)*\w+: .*?)\nTraceback \(most recent", re.M | re.S
 )
 _CACHED_TWICE = re.compile(r"cache lockfile already exists \('(.*?)\.lockfile'\)")
-_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+# Of TensorFlow's operation, and of scores of many classes in pieces.
+_LABELS = (
+    re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"),
+    re.compile(r"indices\[[\d,]*\] = (-?\d+) is not in \[0, (\d+)\)\s+\[\[\{\{node [^}]*crossentropy/GatherV2\}\}"),
+)
 GONE = re.compile(r"(/\S+); No such file or directory")
 
 
@@ -86,7 +90,7 @@ def label_out_of_range(message: str) -> str | None:
         >>> label_out_of_range("out of memory") is None
         True
     """
-    found = _LABEL.search(message)
+    found = next(filter(None, (pattern.search(message) for pattern in _LABELS)), None)
     if found is None:
         return None
     label, num_classes = int(found[1]), int(found[2])
