@@ -11,7 +11,7 @@ import pytest
 
 import tfpar
 from tests.support import small
-from tfpar.loops import equal_workers, learning_rates
+from tfpar.loops import equal_workers, learning_rates, read_order
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -113,6 +113,38 @@ def _settings(activation: str = "tanh", dtype: str | None = None, **compilation:
 def _compiled(model: keras.Model, **compilation: Any) -> str:
     model.compile(**{"optimizer": keras.optimizers.Adam(0.1), "loss": "mse", **compilation})
     return equal_workers.settings_of(model)
+
+
+class Chief(TwoWorkers):
+    """The other worker of a job whose chief has read batches with some digests."""
+
+    def __init__(self, own: Any, chiefs: Any) -> None:
+        super().__init__()
+        self.rank, self._chiefs = 1, np.asarray(chiefs, "float64").tobytes()
+        self.order = read_order.ReadOrder(self)
+        self.order.note(5, own)
+
+    def compare(self) -> None:
+        others = read_order.ReadOrder(TwoWorkers())
+        others.note(5, np.frombuffer(self._chiefs).reshape(-1, 3))
+        self.order.compare(np.add(self.order.summaries(), others.summaries()))
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        return self._chiefs
+
+    def all_reduce_sum(self, values: Any) -> Any:
+        return np.asarray(values)
+
+
+DIGESTS = [[0.0, 8.0, 1.0e6], [0.0, 8.0, 2.0e6], [0.0, 8.0, 3.0e6]]
+
+
+def test_the_first_step_that_read_another_batch_is_named() -> None:
+    Chief(DIGESTS, DIGESTS).compare()
+    Chief(np.multiply(DIGESTS, 1 + 1e-8), DIGESTS).compare()  # rounded by another processor
+    for own in (DIGESTS[:1] + DIGESTS[:0:-1], DIGESTS[:1]):
+        with pytest.raises(ValueError, match="worker 1 has read another batch than the chief in step 7 of the epoch"):
+            Chief(own, DIGESTS).compare()
 
 
 def test_other_weights_after_training_are_refused() -> None:

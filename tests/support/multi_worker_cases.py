@@ -151,6 +151,88 @@ def not_finite() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((features, parity_cases.labels(40))).batch(8)
 
 
+# --- data that workers read in other orders
+
+UNKNOWN_ORDER = (
+    "All workers must read the same global batches, of which each takes its part, and whether they do is unknown: the "
+    "batches differ, and random operations may change every tensor of them, as in mixup. Read in one order: with a "
+    "seed for shuffle and sample_from_datasets, and with deterministic=True for interleave, map and tf.data.Options."
+)
+
+
+def _late(row: tf.Tensor, is_late: tf.Tensor) -> tf.Tensor:
+    """Return a number, after a second where it is late; without Python code, which may draw random numbers."""
+    start = tf.timestamp()
+    end = start + tf.where(is_late, tf.ones_like(start), 0.0)
+    (now,) = tf.while_loop(lambda now: now < end, lambda now: (tf.timestamp(),), (start,))
+    return row + tf.cast(now < 0, row.dtype)
+
+
+def _in_rows(order: Any) -> tf.data.Dataset:
+    """Return single examples in an order of their numbers."""
+    features, labels = parity_cases.inputs(64), parity_cases.labels(64)
+    numbers = tf.data.Dataset.from_tensor_slices(np.asarray(order)) if isinstance(order, list) else order
+    return numbers.map(lambda number: (tf.gather(features, number), tf.gather(labels, number)))
+
+
+def _noisy(features: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return features + tf.random.normal(tf.shape(features), dtype=features.dtype), labels
+
+
+def other_tail(rank: int) -> tf.data.Dataset:
+    """Return eight batches, of which the last five are in another order on each worker."""
+    tail = np.random.default_rng(rank).permutation(np.arange(24, 64))
+    return _in_rows([*range(24), *tail]).batch(8)
+
+
+def other_orders(rank: int) -> dict[str, tf.data.Dataset]:
+    """Return datasets whose order differs between workers, by the reason."""
+
+    def file(number: tf.Tensor) -> tf.data.Dataset:
+        rows = tf.data.Dataset.range(32 * number, 32 * number + 32)
+        return rows.map(lambda row: _late(row, (number == rank) & (row % 32 == 8)))
+
+    numbers = tf.data.Dataset.range(2).interleave(
+        file, cycle_length=2, block_length=8, num_parallel_calls=2, deterministic=False
+    )
+    unordered = tf.data.Options()
+    unordered.deterministic = False
+    late = tf.data.Dataset.range(64).map(lambda row: _late(row, row == 20 + rank), num_parallel_calls=2)
+    if rank == 1:
+        tf.random.uniform([1])
+    halves = [tf.data.Dataset.range(start, start + 32) for start in (0, 32)]
+    mixed = tf.data.Dataset.sample_from_datasets([_in_rows(half) for half in halves])
+    return {
+        "a slow file": _in_rows(numbers).batch(8),
+        "a slow row": _in_rows(late).batch(8).with_options(unordered),
+        "no seed": mixed.batch(8),
+        "no seed and random inputs": mixed.map(_noisy).batch(8),
+    }
+
+
+def drawn_batches(rank: int) -> dict[str, tf.data.Dataset]:
+    """Return datasets in one order, with random numbers that are other ones on each worker or the same."""
+
+    def mix(features: tf.Tensor, labels: tf.Tensor, seed: int) -> tuple[tf.Tensor, tf.Tensor]:
+        share = tf.random.uniform([], dtype=features.dtype, seed=seed)
+        labels = tf.one_hot(labels, parity_cases.NUM_CLASSES, dtype=features.dtype)
+        return share * features + (1 - share) * features[::-1], share * labels + (1 - share) * labels[::-1]
+
+    def fixed(*batch: Any) -> Any:
+        return tuple(tf.argmax(part, -1) if part is batch[1] else part for part in batch)
+
+    return {
+        "random inputs": small.data().map(
+            lambda x, y: (x + tf.random.normal(tf.shape(x), 0, 1, x.dtype, seed=rank), y)
+        ),
+        "random targets": small.data().map(lambda x, y: fixed(*mix(x, y, seed=rank))),
+        "random targets with one seed": small.data().map(lambda x, y: fixed(*mix(x, y, seed=3))),
+    }
+
+
+# --- callbacks
+
+
 def deciding() -> list[keras.callbacks.Callback]:
     """Return callbacks that lower the learning rate and end the training before its last epoch."""
     return [

@@ -284,6 +284,8 @@ ROWS = [
     _tensorflow("", "_num_shards _index", "data/ops/shard_op", "the same"),
     _tensorflow("tensorflow.python.data.ops.shuffle_op", "_ShuffleDataset", "data/ops/shuffle_op", "the same"),
     _tensorflow("", "_seed _seed2", "data/ops/shuffle_op", "the same"),
+    _tensorflow("tensorflow.python.data.ops.random_op", "_RandomDataset", "data/ops/random_op", "the same"),
+    _tensorflow("tensorflow.python.framework.ops.Graph", "_get_function", "framework/ops", "the same"),
     _tensorflow(
         "tensorflow.python.data.ops.dataset_ops.DatasetV2", "_inputs _functions", "data/ops/dataset_ops", "the same"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,32 @@ class Functions:
         }
         return {name: self._error_of_fit(dataset.batch(8)) for name, dataset in datasets.items()}
 
+    def other_orders(self) -> Any:
+        """Read the same examples in other orders on each worker; return the errors."""
+        messages = {name: self._error_of_fit(dataset) for name, dataset in cases.other_orders(RANK).items()}
+        own, trainer = cases.other_tail(RANK), self._small.initial()
+        calls: dict[str, Callable[[], Any]] = {
+            "fit": lambda: trainer.fit(own, verbose=0, steps_per_call=5),
+            "validation": lambda: trainer.fit(small.data(), validation_data=own, verbose=0),
+            "evaluate": lambda: trainer.evaluate(own, verbose=0),
+            "predict": lambda: trainer.predict(own.map(lambda x, _: x), verbose=0),
+        }
+        for name, call in calls.items():
+            with pytest.raises(ValueError, match=r".") as raised:
+                call()
+            messages[name] = str(raised.value)
+        return messages
+
+    def drawn_batches(self) -> Any:
+        """Return the warnings about batches that random operations change in other ways, or alike, on each worker."""
+        found = {}
+        for name, dataset in cases.drawn_batches(RANK).items():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self._small.initial().fit(dataset, verbose=0, epochs=2, steps_per_call=2)
+            found[name] = [str(one.message) for one in caught if "global batches" in str(one.message)]
+        return found
+
     def _error_of_fit(self, dataset: tf.data.Dataset, **settings: Any) -> str:
         with pytest.raises(ValueError, match=r".") as raised:
             self._small.initial().fit(dataset, verbose=0, **settings)
@@ -505,11 +532,6 @@ class Functions:
             except ValueError as error:
                 messages.append(str(error))
         return messages, trainer.predict(inputs, batch_size=8, verbose=0)
-
-    def other_augmentation(self) -> Any:
-        """Inputs with noise that differs between workers, as of random operations in parallel, train."""
-        noise = 0.1 * RANK
-        return self._small.initial().fit(small.data().map(lambda x, y: (x + noise, y)), verbose=0).history["loss"]
 
     def after_other_models(self) -> Any:
         """All workers can train together after the error of `other_models`."""

@@ -16,6 +16,8 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import deprecation
 
+from tfpar._compat import versions
+
 # Operations that TensorFlow counts as stateful: they read a variable, check a value, or contain others.
 _READS_AND_CALLS = {
     "ReadVariableOp",
@@ -56,6 +58,17 @@ def operation_types(graph: Any) -> set[str]:
     whole = graph.as_graph_def()
     nodes = itertools.chain(whole.node, *(function.node_def for function in whole.library.function))
     return {node.op for node in nodes}
+
+
+def called_graphs(op: tf.Operation) -> list[Any]:
+    """Return the graphs of the functions that an operation calls, such as the branches of a condition.
+
+    Args:
+        op: An operation of the graph of a concrete function.
+    """
+    attributes = op.node_def.attr.values()
+    names = [one.name for value in attributes for one in (*value.list.func, *[value.func] * value.HasField("func"))]
+    return [versions.private(op.graph, "_get_function")(name).graph for name in names]
 
 
 def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:

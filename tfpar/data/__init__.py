@@ -1,6 +1,7 @@
 """Data: settings or arrays in, plain `tf.data.Dataset`s of global batches out, with a position that can be replayed."""
 
 from tfpar._compat.keras_data_adapters import is_python_source
+from tfpar.data.batch_digests import NUM_NUMBERS, batch_digest
 from tfpar.data.batching.arrays import from_arrays
 from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.batching.batches import (
@@ -18,7 +19,6 @@ from tfpar.data.batching.batches import (
 from tfpar.data.batching.equal_rows import check_ranks, differing_rows, with_equal_rows
 from tfpar.data.batching.varied_rows import varied_first
 from tfpar.data.errors import UserMessage, cause_of, label_out_of_range, user_message
-from tfpar.data.first_targets import FirstTargets
 from tfpar.data.fit_arguments import Batches, as_dataset, global_batches, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
@@ -29,16 +29,17 @@ from tfpar.data.sharding.sharded import Sharded, first_batches
 
 __all__ = [
     "EMPTY",
+    "NUM_NUMBERS",
     "RAN_OUT",
     "Audit",
     "Batches",
-    "FirstTargets",
     "Loaded",
     "PythonBatches",
     "Sharded",
     "UserMessage",
     "as_dataset",
     "audit",
+    "batch_digest",
     "by_example",
     "by_file",
     "cause_of",

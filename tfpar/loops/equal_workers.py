@@ -100,30 +100,6 @@ def check_dataset(strategy: Strategy, dataset: data.Batches) -> None:
             )
 
 
-def check_first_targets(strategy: Strategy, dataset: tf.data.Dataset, first: data.FirstTargets) -> None:
-    """Refuse workers whose first batches have other targets, as where each reads its share of the files.
-
-    Targets that are drawn, as by mixup, may differ.
-
-    Args:
-        strategy: The strategy of the workers.
-        dataset: Global batches.
-        first: The targets of the first batch, which was read.
-
-    Raises:
-        ValueError: If they are not those of the chief; on every worker.
-    """
-    of_chief = np.frombuffer(strategy.broadcast(first.numbers().tobytes()))
-    with strategy.raising_on_all_workers():
-        if not first.equal(of_chief) and not tf_datasets.draws_random_numbers(dataset):
-            raise ValueError(
-                "All workers must read the same global batches, of which each trains on its part, and the first batch "
-                f"of worker {strategy.rank} has other targets than that of the chief. Give every worker all examples "
-                "in one order: without slices by rank, and shuffled or split with a seed. For data that workers read "
-                "in parts, see tfpar.data.by_file."
-            )
-
-
 def _parts(found: str) -> list[str]:
     return [*found.splitlines(), "no more shard() or shuffle()"]
 

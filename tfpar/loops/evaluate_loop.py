@@ -64,9 +64,13 @@ def predict(
     while epoch_iterator.has_more() and (limit is None or step < limit) and not stop:
         callbacks.on_predict_batch_begin(step)
         parts: list[Any] = []
+        digests: list[Any] = []
         while epoch_iterator.has_more() and len(parts) < per_execution:
-            parts.append(predict_batch(epoch_iterator.peek()))
+            element = epoch_iterator.peek()
+            parts.append(predict_batch(element))
+            digests.append(strategy.digest(element))
             epoch_iterator.read_next()
+        callbacks.errors.read_order.note(num_batches, [digest for digest in digests if digest is not None])
         step, num_batches = step + per_execution, num_batches + len(parts)
         joined = parts[0] if len(parts) == 1 else data.join_batches(parts)
         outputs += map(_to_numpy, uncopied)

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.loops.meetings import VOTE, Held, meet
+from tfpar.loops.read_order import ReadOrder
 from tfpar.strategies import Strategy
 from tfpar.strategies.multi_worker.consensus import is_raised_on_all_workers
 
@@ -29,10 +30,15 @@ class HeldErrors:
 
     Args:
         strategy: The strategy, whose workers vote.
+        read_order: The batches that this worker has read, which the workers compare with each vote; None for none.
+
+    Attributes:
+        read_order: The same.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, read_order: ReadOrder | None = None) -> None:
         self._strategy = strategy
+        self.read_order = read_order or ReadOrder(strategy)
         self._held: Held | None = None
 
     @property
@@ -62,15 +68,19 @@ class HeldErrors:
 
         Raises:
             Exception: The held error of this worker.
-            ValueError: With the error of another worker, and its rank and address.
+            ValueError: With the error of another worker, and its rank and address; or if a worker has read other
+                batches than the chief.
         """
+        summaries = self.read_order.summaries()
         try:
             own, self._held = self._held, None
-            return meet(self._strategy, VOTE, votes, own)
+            sums = meet(self._strategy, VOTE, [*summaries, *votes], own)
         except tf.errors.OpError:
             if own is not None:  # the others do not vote: it ended a hook in which they communicate
                 raise own.error from None
             raise
+        self.read_order.compare(sums[: len(summaries)])
+        return sums[len(summaries) :]
 
 
 class HeldCallbacks:
@@ -81,16 +91,21 @@ class HeldCallbacks:
         strategy: The strategy.
         saved: A model that a callback saves at the end of epochs, with the optimizer's state of all workers; None for
             none.
+        read_order: As for `HeldErrors`.
 
     Attributes:
         errors: The errors of hooks.
     """
 
     def __init__(
-        self, callback_list: keras.callbacks.CallbackList, strategy: Strategy, saved: keras.Model | None = None
+        self,
+        callback_list: keras.callbacks.CallbackList,
+        strategy: Strategy,
+        saved: keras.Model | None = None,
+        read_order: ReadOrder | None = None,
     ) -> None:
         self._list, self._strategy, self._saved = callback_list, strategy, saved
-        self.errors = HeldErrors(strategy)
+        self.errors = HeldErrors(strategy, read_order)
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:

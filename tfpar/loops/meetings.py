@@ -20,7 +20,7 @@ from tfpar.strategies.multi_worker.consensus import raised_on_all_workers
 
 VOTE = "none"  # no method, but the vote inside of one
 _PLACES = (VOTE, "fit", "evaluate", "predict", "build")
-_MAX_VALUES = 6  # of a vote
+_MAX_VALUES = 6  # of a vote, and one for each worker
 
 
 class Held(NamedTuple):
@@ -48,17 +48,18 @@ def meet(strategy: Strategy, place: str, values: Sequence[float] = (), held: Hel
         ValueError: If workers are at different places, or another worker has an error; on every worker.
         Exception: The held error.
     """
-    assert len(values) <= _MAX_VALUES
-    frame = np.zeros(1 + _MAX_VALUES + strategy.num_workers)
+    most = _MAX_VALUES + strategy.num_workers
+    assert len(values) <= most
+    frame = np.zeros(1 + most + strategy.num_workers)
     frame[0] = held is not None
     frame[1 : 1 + len(values)] = values
-    frame[1 + _MAX_VALUES + strategy.rank] = _PLACES.index(place)
+    frame[1 + most + strategy.rank] = _PLACES.index(place)
     sums = strategy.all_reduce_sum(frame.tolist())
     if sums[0] > 0:
         with strategy.raising_on_all_workers(None if held is None else held.what):
             if held is not None:
                 raise held.error
-    places = [_PLACES[int(number)] for number in sums[1 + _MAX_VALUES :]]
+    places = [_PLACES[int(number)] for number in sums[1 + most :]]
     for rank, other in enumerate(places):
         if other != places[0]:
             raise raised_on_all_workers(

@@ -18,6 +18,7 @@ from tfpar.loops.callback_list import callback_list, saves_models
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
 from tfpar.loops.held_errors import HeldCallbacks
+from tfpar.loops.read_order import ReadOrder
 from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings
@@ -37,7 +38,7 @@ class Preparation:
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
         self._model, self._strategy = model, strategy
         self._compiled = StepFunctions(model, strategy)
-        self._first_targets: data.FirstTargets | None = None
+        self._read_order = ReadOrder(strategy)
 
     def prepare_loop(
         self,
@@ -150,8 +151,9 @@ class Preparation:
         """Count the examples of the first batch, and refuse workers whose data differ."""
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
         equal_workers.check_dataset(self._strategy, dataset)
-        if self._first_targets is not None and isinstance(dataset, tf.data.Dataset):
-            equal_workers.check_first_targets(self._strategy, dataset, self._first_targets)
+        if (digest := self._strategy.digest(epoch_iterator.peek())) is not None:
+            self._read_order.note(0, [digest])
+            self._read_order.compare(self._strategy.all_reduce_sum(self._read_order.summaries()))
         equal_workers.check_data(self._strategy, dataset, epoch_iterator)
 
     def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
@@ -185,10 +187,6 @@ class Preparation:
         """Return the distributed dataset, its Python source, and a dataset with the first element of that source."""
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
-        self._first_targets = None
-        if isinstance(dataset, tf.data.Dataset) and self._strategy.num_workers > 1:
-            self._first_targets = data.FirstTargets(dataset)
-            return self._strategy.distribute(self._first_targets.dataset), None, None
         if not isinstance(dataset, data.PythonBatches):
             return self._strategy.distribute(dataset), None, None
         distribute = self._strategy.distribute
@@ -251,7 +249,7 @@ class Preparation:
         with self._strategy.raising_on_all_workers("A callback"):
             saves = saves_models(callbacks, self._strategy.divides_state)
             found = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
-        return HeldCallbacks(found, self._strategy, self._model if saves else None)
+        return HeldCallbacks(found, self._strategy, self._model if saves else None, self._read_order)
 
     def validation(
         self,

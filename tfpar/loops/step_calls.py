@@ -125,6 +125,7 @@ class StepCalls:
         done, num_finite = int(result.num_steps), int(result.num_finite)
         self._steps.record(done, time.perf_counter() - start)
         self.epoch_iterator.advance(result.upcoming, done)
+        self.callbacks.errors.read_order.note(first, result.digests)
         for callback in self.callbacks.callbacks:
             if isinstance(callback, Throughput):
                 callback.measure_call(done, int(result.num_examples), float(result.data_wait_seconds))

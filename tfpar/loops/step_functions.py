@@ -122,6 +122,7 @@ class StepFunctions:
                 lambda element: strategy.num_examples(element, distributed),
                 lambda upcoming: strategy.has_more(upcoming, distributed),
                 lambda element: strategy.step_batch(model, element),
+                strategy.digest,
                 device=strategy.step_device,
                 jit_compile=self._whole_step_in_xla,
                 run_eagerly=model.run_eagerly,

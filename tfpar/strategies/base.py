@@ -165,6 +165,10 @@ class Strategy(abc.ABC):
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
         """Return the size of the global batch of an element, an int64 scalar; may communicate."""
 
+    def digest(self, element: Any) -> Any:
+        """Return the `data.batch_digest` of the global batch of an element; None if no other worker reads it too."""
+        return None
+
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
         """Return whether any worker has examples in the upcoming element, a boolean scalar; may communicate."""
         return upcoming.has_value()
@@ -176,8 +180,7 @@ class Strategy(abc.ABC):
     def move_model(self, model: keras.Model) -> None:
         """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.
 
-        A model that was built or compiled elsewhere then trains here with its current state. The Keras objects stay
-        the same; only their memory is allocated again.
+        A model that was built or compiled elsewhere then trains here with its current state, in the same Keras objects.
 
         Args:
             model: Any model, built and compiled as far as it may be.
@@ -198,9 +201,7 @@ class Strategy(abc.ABC):
         value = tf.convert_to_tensor(variable.value) if keras_variables.is_allocated(variable) else None
         with self.creation_scope():
             keras_variables.re_create(variable, value)
-        if (
-            tf_distribute.is_summed_on_read(variable) and value is not None
-        ):  # the new value has all of it on each replica
+        if tf_distribute.is_summed_on_read(variable) and value is not None:  # each replica has all of the new value
             self.assign(variable, value)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
@@ -329,8 +330,7 @@ class Strategy(abc.ABC):
         Inside it no communication between workers may follow a statement that can raise, except another such context.
 
         Args:
-            what: What runs inside, for the message on the other workers, such as "The model function"; None for the
-                message of the error alone.
+            what: What runs inside, for the message on the other workers; None for the message of the error alone.
         """
         return contextlib.nullcontext()
 

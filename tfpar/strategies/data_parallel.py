@@ -101,17 +101,19 @@ class DataParallel(HasClock, DividesState):
             dataset: Global batches, or examples in shards.
 
         Returns:
-            Elements `(parts, num_counted, example_weight, num_examples)`: a tuple of one per-replica batch for each
-            local replica, the number of examples that each counts in metrics, the weight of an example in losses, and
-            the size of the global batch, None where no worker has it.
+            Elements `(parts, num_counted, example_weight, num_examples, digest)`: a tuple of one per-replica batch for
+            each local replica, the examples that each counts in metrics, the weight of an example in losses, the size
+            of the global batch, None where no worker has it, and its digest, None where no other worker has it.
         """
         if isinstance(dataset, Sharded):
             return self._distribute_shards(dataset)
+        digest = data.batch_digest(dataset) if self.num_workers > 1 else lambda batch: None
 
         def split(batch: Any) -> Any:
             first = self.rank * self._num_local_replicas
             own = slice(first, first + self._num_local_replicas)
-            return split_into_parts(data.with_equal_rows(batch), data.num_rows(batch), self.num_replicas, own)
+            parts = split_into_parts(data.with_equal_rows(batch), data.num_rows(batch), self.num_replicas, own)
+            return *parts, digest(batch)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
         return Distributed(elements, unknown_end=self.num_workers > 1 and data.has_unknown_size(dataset))
@@ -121,7 +123,7 @@ class DataParallel(HasClock, DividesState):
 
     def local_batch(self, element: Any) -> Any:
         """Return the examples of all local replicas, each example once."""
-        parts, _, example_weight, _ = element
+        parts, _, example_weight, _, _ = element
         return parts[0] if example_weight < 1 else data.join_batches(parts)
 
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
@@ -203,14 +205,14 @@ class DataParallel(HasClock, DividesState):
         return names
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the element, each per-replica batch for the device of its replica."""
-        parts, *others = element
+        """Return the element without its digest, each per-replica batch for the device of its replica."""
+        parts, *others, _ = element
         devices = [
             device
             for part, device in zip(parts, self._strategy.extended.worker_devices, strict=True)
             for _ in tf.nest.flatten(part)
         ]
-        return StepBatch(element, [*devices, *(HOST for _ in tf.nest.flatten(others))])
+        return StepBatch((parts, *others), [*devices, *(HOST for _ in tf.nest.flatten(others))])
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""
@@ -300,7 +302,6 @@ class DataParallel(HasClock, DividesState):
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
         if objective.objectives_of(model):
             return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
-
         call = self._runs_of(model).call
 
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:

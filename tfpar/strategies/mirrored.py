@@ -114,12 +114,12 @@ class Mirrored(DataParallel):
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
-        _, _, _, num_examples = batch
+        *batch, _ = batch
         outputs = self._runs_of(model).predict(model, batch, lambda outputs: outputs)
         # On the host, where they are returned: the outputs of all replicas need not fit on one device. If every replica
         # computed the whole batch, only the outputs of the first replica count.
         with tf.device(HOST):
-            return data.take_rows(data.join_batches(outputs), 0, num_examples)
+            return data.take_rows(data.join_batches(outputs), 0, batch[3])
 
 
 def _check_sums_on_owners(all_reduce: AllReduce, pack_bytes: int | None) -> None:

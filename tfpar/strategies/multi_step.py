@@ -34,6 +34,7 @@ class CallResult(NamedTuple):
         num_finite: The number of steps before the first one whose loss is not finite; `num_steps` if there is none.
         num_examples: The number of examples of all steps.
         data_wait_seconds: The time that the steps waited for data; NaN with deterministic operations.
+        digests: The digests of the global batches, `[num_steps, numbers]`; None if there are none.
         logs: The metrics after the last step.
     """
 
@@ -42,6 +43,7 @@ class CallResult(NamedTuple):
     num_finite: tf.Tensor
     num_examples: tf.Tensor
     data_wait_seconds: tf.Tensor
+    digests: tf.Tensor | None
     logs: dict[str, tf.Tensor]
 
 
@@ -110,6 +112,7 @@ def compile_loop(
     num_examples: Callable[[Any], tf.Tensor],
     has_more: Callable[[tf.experimental.Optional], tf.Tensor],
     step_batch: Callable[[Any], StepBatch],
+    digest: Callable[[Any], Any] = lambda element: None,
     *,
     device: str | None = None,
     jit_compile: bool = False,
@@ -138,6 +141,7 @@ def compile_loop(
         num_examples: Returns the number of examples of an element.
         has_more: Returns whether there is an upcoming element.
         step_batch: Returns the batch of a step for an element, with the devices that read it.
+        digest: Returns the digest of the global batch of an element, or of a `tf.TypeSpec` its own; None for none.
         device: The device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
         jit_compile: Compile the step with XLA.
         run_eagerly: Run Python step by step, for debugging; then no batch is copied ahead.
@@ -158,7 +162,9 @@ def compile_loop(
         def more(left: Any, *others: Any) -> tf.Tensor:
             return left > 0
 
-        def one(left: Any, done: Any, num_finite: Any, examples: Any, waited: Any, upcoming: Any) -> tuple[Any, ...]:
+        def one(
+            left: Any, done: Any, num_finite: Any, examples: Any, waited: Any, noted: Any, upcoming: Any
+        ) -> tuple[Any, ...]:
             # The next batch is fetched while the step runs; only the time after the step counts as waiting for data.
             upcoming = _here(upcoming)
             with tf.control_dependencies([] if current is None else [current.put(upcoming)]):
@@ -170,20 +176,23 @@ def compile_loop(
             if not run_eagerly:
                 ahead.refill(following)
             waited += _seconds_of_waiting(loss, following)
+            noted = [digests.write(done, digest(element)) for digests in noted]
             num_finite += tf.cast(tf.math.is_finite(loss) & (num_finite == done), tf.int32)
             done += 1
             continues = has_more(following) & (num_finite == done) if stops else has_more(following)
             left = tf.where(continues, num_steps - done, 0)
-            return left, done, num_finite, examples + num_examples(element), waited, following
+            return left, done, num_finite, examples + num_examples(element), waited, noted, following
 
         with on(HOST):
             # TensorFlow keeps each value of the loop on the device of its first one.
             upcoming, num_steps = _here(upcoming), tf.identity(num_steps)
             left = tf.where(has_more(upcoming), num_steps, 0)
             zeros = tf.constant(0), tf.constant(0), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64)
-            state = tf.while_loop(more, one, (left, *zeros, upcoming))
-        _, done, num_finite, examples, waited, upcoming = state
-        return CallResult(upcoming, done, num_finite, examples, waited, logs())
+            noted = _arrays(digest(upcoming.element_spec), num_steps)
+            state = tf.while_loop(more, one, (left, *zeros, noted, upcoming))
+            _, done, num_finite, examples, waited, noted, upcoming = state
+            digests = noted[0].stack()[:done] if noted else None
+        return CallResult(upcoming, done, num_finite, examples, waited, digests, logs())
 
     def fill(upcoming: Any) -> None:
         with tf.device(HOST):
@@ -201,6 +210,13 @@ def compile_loop(
     )
     run, first = (tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (loop, fill))
     return CompiledLoop(run, first, current, run_again)
+
+
+def _arrays(digest: tf.TypeSpec | None, num_steps: tf.Tensor) -> list[tf.TensorArray]:
+    """Return an array for the digests of the steps; none if they have none."""
+    if not isinstance(digest, tf.TensorSpec):
+        return []
+    return [tf.TensorArray(digest.dtype, num_steps, element_shape=digest.shape)]
 
 
 def _seconds_of_waiting(loss: tf.Tensor, following: Any) -> tf.Tensor:

@@ -248,23 +248,25 @@ class Hybrid(Worker, Staged):
         return timelines.joined(list(map(timelines.from_bytes, found)), self.schedule_of(model).num_microbatches)
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
-        """Return a dataset of `(local batch, num_counted, num_examples)`; in one process, of global batches."""
+        """Return a dataset of `(local batch, num_counted, num_examples, digest)`; in one process, of global batches."""
         if self.num_workers == 1:
             return super().distribute(dataset)
         if isinstance(dataset, data.Sharded):
 
             @tf.autograph.experimental.do_not_convert
             def counted(rows: Any, num_rows: tf.Tensor) -> Any:
-                return rows, num_rows, None
+                return rows, num_rows, None, None
 
             local = dataset.local_batches(self.rank, self.num_workers)
             return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
+
+        digest = data.batch_digest(dataset)
 
         def split(batch: Any) -> Any:
             own, num_rows = slice(self.rank, self.rank + 1), data.num_rows(batch)
             parts = split_into_parts(data.with_equal_rows(batch), num_rows, self.num_workers, own)
             (part,), num_counted, _, num_examples = parts
-            return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64)
+            return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64), digest(batch)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
         return Distributed(elements, unknown_end=data.has_unknown_size(dataset))
@@ -278,7 +280,7 @@ class Hybrid(Worker, Staged):
         return super().num_examples(element, distributed) if self.num_workers == 1 else self._size_of(element)
 
     def _size_of(self, element: Any) -> tf.Tensor:
-        _, num_counted, num_examples = element
+        num_counted, num_examples = element[1:3]
         return self._hosts.all_reduce(num_counted) if num_examples is None else num_examples
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
@@ -288,23 +290,23 @@ class Hybrid(Worker, Staged):
         return self._size_of(upcoming.get_value()) > 0
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the local batch, each tensor for the devices of the stages that take it."""
+        """Return the local batch without its digest, each tensor for the devices of the stages that take it."""
         if self.num_workers == 1:
             return super().step_batch(model, element)
-        batch, *counts = element
+        batch, *counts, _ = element
         staged, devices = self._steps[model].staged(batch, counts[0])
         return StepBatch((staged, *counts), [*devices, *(HOST for _ in tf.nest.flatten(counts))])
 
     def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
         if self.num_workers == 1:
             return element, None
-        batch, num_counted, _ = element
+        batch, num_counted, *_ = element
         return batch, LocalPart(num_counted, self._size_of(element))
 
     def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
         if self.num_workers == 1:
             return element, None
-        batch, num_counted, _ = element
+        batch, num_counted, *_ = element
         return batch, LocalPart(num_counted, num_counted)
 
 

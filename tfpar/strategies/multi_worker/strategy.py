@@ -214,7 +214,7 @@ class MultiWorker(Worker, DataParallel):
                 rows, data.num_rows(rows), self._num_local_replicas, slice(None)
             )
             is_some = num_rows > 0
-            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, example_weight, 0.0), None
+            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, example_weight, 0.0), None, None
 
         part = sharded.local_batches(self.rank, self.num_workers)
         return Distributed(part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
@@ -320,10 +320,10 @@ class MultiWorker(Worker, DataParallel):
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""
-        _, _, example_weight, num_examples = batch
+        *batch, _ = batch
 
         def gather(outputs: Any) -> Any:
-            return all_gather_outputs(outputs, example_weight, num_examples, self.num_replicas)
+            return all_gather_outputs(outputs, batch[2], batch[3], self.num_replicas)
 
         return self._runs_of(model).predict(model, batch, gather)[0]
 

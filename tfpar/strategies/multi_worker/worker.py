@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -75,6 +75,10 @@ class Worker(Strategy):
         chosen = all_reduce_choice.agreed(all_reduce, devices, self._hosts, self.num_workers)
         self.require_equal({"all_reduce": chosen})
         return chosen
+
+    def digest(self, element: Any) -> Any:
+        """Return the digest of the global batch, the last item of an element; None with one worker, and of shards."""
+        return element[-1] if self.num_workers > 1 else None
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
         """Return whether every worker has the upcoming element, in whose step each would wait for the others."""
