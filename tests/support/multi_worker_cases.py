@@ -72,6 +72,8 @@ def assert_same(actual: Any, expected: Any, tolerance: float = EXACT, name: str 
         assert len(actual) == len(expected), name
         for index, values in enumerate(zip(actual, expected, strict=True)):
             assert_same(*values, tolerance, f"{name} {index}")
+    elif np.asarray(expected).dtype == object:
+        np.testing.assert_array_equal(actual, expected, name)
     else:
         assert np.shape(actual) == np.shape(expected), f"{name}: {actual} instead of {expected}"
         difference = relative_difference(np.array(actual), np.array(expected))
@@ -351,6 +353,8 @@ class Outputs(keras.layers.Layer):
             "kind": keras.ops.argmax(features, axis=-1),
             "is_large": keras.ops.max(features, axis=-1) > 0.5,
             "table": keras.ops.stack([features, -features], axis=1),
+            "texts": tf.gather(tf.constant(["", "nul\0", "größer"]), tf.cast(features > 0, "int32") + 1),
+            "text": tf.gather(tf.constant(["", "nul\0", "größer"]), keras.ops.argmax(features, axis=-1)),
         }
 
 
