@@ -151,10 +151,10 @@ class Preparation:
         """Count the examples of the first batch, and refuse workers whose data differ."""
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
         equal_workers.check_dataset(self._strategy, dataset)
+        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
         if (digest := self._strategy.digest(epoch_iterator.peek())) is not None:
             self._read_order.note(0, [digest])
             self._read_order.compare(self._strategy.all_reduce_sum(self._read_order.summaries()))
-        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
 
     def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
