@@ -57,6 +57,28 @@ def fit(build: Any, strategy: str = "mirrored", **arguments: Any) -> tfpar.Train
     return trainer
 
 
+class OwnMetrics(Line):
+    """Lists its own metrics without the tracker of the loss, as models with a `train_step` often do."""
+
+    @property
+    def metrics(self) -> list[keras.Metric]:
+        return [metric for metric in self._metrics if metric.name == "error"]
+
+
+@pytest.mark.parametrize("strategy", small.STRATEGIES)
+def test_the_entry_loss_exists_and_begins_anew_in_each_epoch_where_a_model_overrides_metrics(strategy: str) -> None:
+    def build() -> keras.Model:
+        model = OwnMetrics()
+        model.compile(optimizer=keras.optimizers.SGD(0.1))
+        return model
+
+    expected = fit(line, strategy, epochs=2, validation_data=rows()).model.history.history
+    trainer = fit(build, strategy, epochs=2, validation_data=rows())
+    assert trainer.model.history.history == expected
+    results = trainer.evaluate(*rows(), batch_size=8, verbose=0, return_dict=True)
+    assert results["loss"] == results["error"]
+
+
 def every_variable(trainer: tfpar.Trainer) -> list[np.ndarray]:
     optimizers = [trainer.model.optimizer, trainer.model.discriminator_optimizer]
     return [*trainer.model.get_weights(), *(one.numpy() for optimizer in optimizers for one in optimizer.variables)]

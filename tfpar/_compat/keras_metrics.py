@@ -53,6 +53,12 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
+def reset(model: keras.Model) -> None:
+    """Reset the metrics of a model, and that of the log entry `loss`, which an overridden `metrics` may leave out."""
+    model.reset_metrics()
+    loss_tracker(model).reset_state()
+
+
 def unknown_functions(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics whose function is not known to have a value per example (Keras 3.15 keeps it in `_fn`)."""
     compiled = model._compile_metrics

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfpar import data
+from tfpar._compat import keras_metrics
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import StepCalls, to_python
@@ -23,7 +24,7 @@ def evaluate(caller: StepCalls) -> dict[str, Any]:
     callbacks, epoch_iterator, model = caller.callbacks, caller.epoch_iterator, caller.model
     model.stop_evaluating = False
     callbacks.on_test_begin()
-    model.reset_metrics()
+    keras_metrics.reset(model)
     epoch_iterator.begin_epoch()
     logs: dict[str, Any] = {}
     step, num_steps, stop = 0, caller.num_steps, False

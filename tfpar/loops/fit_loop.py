@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tfpar import data
-from tfpar._compat import keras_model
+from tfpar._compat import keras_metrics, keras_model
 from tfpar.checkpoint import Checkpoints, Position, callback_state
 from tfpar.loops import learning_rates
 from tfpar.loops.initial_state import broadcast_initial_state
@@ -147,7 +147,7 @@ class FitLoop:
         """Run the steps of an epoch that are left; return the logs at its end."""
         step = self._position.step
         if step == 0:
-            self._model.reset_metrics()
+            keras_metrics.reset(self._model)
         hooks = functools.partial(self._callbacks.on_epoch_begin, epoch)
         if step == 0:
             self._epoch_begin.call(hooks)

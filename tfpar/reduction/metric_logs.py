@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, tf_function
+from tfpar.reduction.objective import objectives_of
 
 
 @dataclasses.dataclass
@@ -71,11 +72,16 @@ def results(model: keras.Model) -> dict[str, Any]:
     logs: dict[str, Any]
     if entries is None:
         logs = keras_metrics.own_results(model)
-        return logs
+        return _with_loss(model, logs) if objectives_of(model) else logs
     if entries.values is not None:
         logs = keras.tree.map_structure(lambda variable: variable.read_value(), entries.values)
         return logs
     return _recomputed(model, entries)
+
+
+def _with_loss(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the logs of objectives with their sum, which is not in them if the model overrides `metrics`."""
+    return logs if "loss" in logs else {"loss": keras_metrics.loss_tracker(model).result(), **logs}
 
 
 def _stored(model: keras.Model, returned: dict[str, Any], before: Any) -> Any:
