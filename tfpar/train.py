@@ -20,6 +20,7 @@ from tfpar.commands.number_flags import Integer, check_within
 from tfpar.commands.path_flags import FilePath
 from tfpar.config import bundled_configurations
 from tfpar.messages import received
+from tfpar.messages.reasons import message_of
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import closest
 from tfpar.runs import summary
@@ -238,7 +239,7 @@ def _sentence(error: Exception, given: str | None, directory: RunDirectory | Non
         way_out = "Choose a --directory that can be written." if is_of_run else "Correct the path, or its permissions."
         return f"{received.path(name)}: {os.strerror(error.errno)}. {way_out}"
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError | MemoryError):
-        return "\n".join([str(error), *getattr(error, "__notes__", ())]) or None
+        return "\n".join([message_of(error), *getattr(error, "__notes__", ())]) or None
     return None
 
 

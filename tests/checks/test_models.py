@@ -91,11 +91,12 @@ def test_a_device_that_computes_a_model_wrongly_is_named(monkeypatch: pytest.Mon
     ("given", "figure", "way_out"),
     [
         (source(doctor_models.raising), "your code raises KeyError: 'width'", "doctor_models.py:"),
+        (source(doctor_models.raising_layer), "when calling Raising.call(). Could not", "doctor_models.py:"),
         (source(doctor_models.exiting), "your code raises SystemExit: 2", "doctor_models.py:"),
         (source(doctor_models.not_compiled), "is not compiled. Call model.compile(optimizer, loss)", ""),
         (source(doctor_models.without_shapes), "name its data, too, with --data", ""),
     ],
-    ids=["raises", "exits", "not compiled", "without shapes"],
+    ids=["raises", "raises in a layer", "exits", "not compiled", "without shapes"],
 )
 def test_a_model_function_that_fails_is_reported_as_the_users(given: ModelSource, figure: str, way_out: str) -> None:
     found = checked(given, ["CPU:0"])

@@ -53,6 +53,17 @@ def raising() -> keras.Model:
     return {}["width"]  # the line that the doctor names
 
 
+class Raising(layers.Layer):
+    """Fails in its call, which Keras reports in bold."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        raise ValueError("no width")  # the line that the doctor names
+
+
+def raising_layer() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), Raising()])
+
+
 def exiting() -> keras.Model:
     raise SystemExit(2)  # the line that the doctor names
 

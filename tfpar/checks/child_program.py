@@ -14,6 +14,7 @@ from typing import Any
 
 from tfpar.commands import parent_process
 from tfpar.messages import users_code
+from tfpar.messages.reasons import message_of
 
 # The module of a task, imported in the child only: all of them need TensorFlow.
 _MODULES = {
@@ -61,7 +62,7 @@ def _run(given: dict[str, Any]) -> Any:
 
 
 def _message(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(message_of(error).split())
     return f"{type(error).__name__}: {text[:_LONGEST_MESSAGE]}"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.checks.child_program import at_stage
+from tfpar.messages.reasons import message_of
 
 _SIZE, _CHANNELS, _IMAGE = 256, 8, 24
 _ALLOWED = 0.25  # an algorithm of cuDNN may compute with fractions; the right result is whole
@@ -37,7 +38,7 @@ def _tried(name: str, operation: Callable[[str], tuple[np.ndarray, np.ndarray]],
     try:
         actual, expected = operation(device)
     except Exception as error:
-        return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"problem": f"{type(error).__name__}: {' '.join(message_of(error).split())[:300]}"}
     errors = np.abs(actual.astype("float64") - expected)
     wrong = ~(errors <= (_ALLOWED if name == "convolution" else 0.0))  # NaN is wrong
     return {

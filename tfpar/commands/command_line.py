@@ -18,6 +18,7 @@ from absl.flags import FLAGS, FlagValues
 
 import tfpar
 from tfpar.commands import standard_streams, start_up
+from tfpar.messages.reasons import without_control_sequences
 from tfpar.messages.received import COLUMNS, excerpt, quoted
 from tfpar.messages.suggestions import closest
 
@@ -33,7 +34,6 @@ FAILED = 1
 REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
 OTHER_FAILED = 3  # of a worker that ends because another one failed
 _LONGEST_NAME = 60  # of a flag
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # and other control sequences of terminals
 
 
 def _no_way_out(flag: str) -> str:
@@ -117,7 +117,7 @@ def error_lines(text: str) -> list[str]:
         >>> error_lines("\x1b[1mBad input.\x1b[0m\n\nArguments received:\n")
         ['error: Bad input.', 'error: Arguments received:']
     """
-    return [f"error: {line}" for line in _COLOURS.sub("", text).splitlines() if line.strip()]
+    return [f"error: {line}" for line in without_control_sequences(text).splitlines() if line.strip()]
 
 
 def code_of_repeatable_error(environment: Mapping[str, str]) -> int:

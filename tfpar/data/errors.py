@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.sources import csv_files, image_folder, tfds, tfrecord
+from tfpar.messages.reasons import without_control_sequences
 
 UserMessage: TypeAlias = Callable[[BaseException], str | None]
 
@@ -71,7 +72,7 @@ def cause_of(error: tf.errors.OpError) -> str:
             f"Another process writes the cache {found[1]!r}. Give each worker a file of its own, such as "
             f"dataset.cache(f'cache-{{strategy.rank}}'); if no other process runs, delete {found[1] + '.lockfile'!r}."
         )
-    text, _, _ = error.message.partition("\n\t [[")
+    text, _, _ = without_control_sequences(error.message).partition("\n\t [[")
     if raised := _raised(error.message):
         return raised
     _, _, asserted = text.partition("assertion failed: ")
@@ -119,7 +120,7 @@ def _refused(message: str, settings: config.Data) -> str | None:
 def _raised(message: str) -> str | None:
     """Return the error that Python code within a pipeline raised, without its traceback."""
     found = RAISED.search(message)
-    return found.group(1).removeprefix("ValueError: ").removesuffix(": ") if found else None
+    return without_control_sequences(found.group(1)).removeprefix("ValueError: ").removesuffix(": ") if found else None
 
 
 def _corrupt(settings: config.Data) -> str:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpar._compat import random_state
 from tfpar.full_precision import full_precision
+from tfpar.messages.reasons import message_of
 from tfpar.pipeline.graph import tracing
 from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES, check_batch_independence, check_synchronized
 from tfpar.pipeline.partition.layer_profile import CallCost, measure
@@ -56,7 +57,7 @@ def trace_model(model: keras.Model, device: str, batch: Any) -> Traced:
             check_synchronized(graph)
             found = check_batch_independence(graph, flat, training=True)
     except (ValueError, TypeError, NotImplementedError) as error:
-        return Traced(None, (), ADVICE_OF_PIPELINES.sub("", str(error).splitlines()[0]))
+        return Traced(None, (), ADVICE_OF_PIPELINES.sub("", message_of(error).splitlines()[0]))
     return Traced(graph, flat, "", found.batch_normalizations)
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar.loops import memory_errors
+from tfpar.messages.reasons import message_of
 from tfpar.planning.comparison import compare, may_split
 from tfpar.planning.given_data import MakeTrainer, ReadOnce
 from tfpar.planning.history import history, machine_name
@@ -164,7 +165,7 @@ def _measured(
     except MemoryError:
         return dataclasses.replace(step, ran_out_of_memory=True)
     except ValueError as error:
-        return Refusal(step.layout, str(error).rstrip("."))
+        return Refusal(step.layout, message_of(error).rstrip("."))
     # Measured with data that is there, which takes cores to be read.
     seconds += step.waits.get("reading data", 0.0)
     return dataclasses.replace(step, measured_seconds=max(seconds, data_seconds), spread=spread)

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar._compat.tf_divided_memory import memories_of
+from tfpar.messages.reasons import message_of
 from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import metric_trials, own_losses, part_trials, trial_losses
 from tfpar.reduction.losses import BatchWeights, dense_losses, reduce_kind, reduce_loss
@@ -151,7 +152,7 @@ class LossDecomposition:
             try:
                 kinds = self._added_kinds(model, parts, training, losses_of)
             except ValueError as error:  # the model may still be used in the other mode
-                self._refusals[training] = str(error)
+                self._refusals[training] = message_of(error)
             else:
                 self._added_losses[training] = [kind or "mean" for kind in kinds]
         if () in shapes:

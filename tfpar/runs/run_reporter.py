@@ -11,6 +11,7 @@ from tfpar import config
 from tfpar.callbacks import Throughput
 from tfpar.files import atomic_file
 from tfpar.messages.number_format import line
+from tfpar.messages.reasons import message_of
 from tfpar.messages.received import excerpt
 from tfpar.reports import events, step_phases, timelines
 from tfpar.reports.recorded_run import RECORD
@@ -107,7 +108,7 @@ class RunReporter:
     def _failed(self, error: Exception) -> None:
         has_files = self._directory.metrics.exists() or any(self._directory.checkpoints.glob("*.npz"))
         if has_files or not isinstance(error, _REPEATABLE):
-            self.end(events.FAILED, f"{type(error).__name__}: {error}")
+            self.end(events.FAILED, f"{type(error).__name__}: {message_of(error)}")
 
     @property
     def _step(self) -> int | None:
@@ -145,4 +146,4 @@ class RunReporter:
             action()
         except Exception as error:
             if not is_failed and self._directory.path.exists():
-                print(line("report", f"none: {type(error).__name__}: {excerpt(str(error), 160)}"), flush=True)
+                print(line("report", f"none: {type(error).__name__}: {excerpt(message_of(error), 160)}"), flush=True)

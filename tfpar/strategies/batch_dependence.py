@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model, random_state, tf_function
+from tfpar.messages.reasons import message_of
 from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, check_sizes, check_stateless, find_batch_dependence
 from tfpar.pipeline.graph.known_layers import in_dataset
 from tfpar.pipeline.graph.tracing import Call, Graph, Value, run, standardize, trace
@@ -104,7 +105,7 @@ def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
         with contextlib.nullcontext() if training else moving_statistics(of_synchronized=True):
             names = find_batch_dependence(graph, standardize(model, inputs), training).calls
     except ValueError as error:
-        raise ValueError(str(error).replace(ON_WHOLE_BATCH, "train on SingleDevice()")) from error
+        raise ValueError(message_of(error).replace(ON_WHOLE_BATCH, "train on SingleDevice()")) from error
     names = tuple(call.name for call in graph.calls if call.name in names and _reaches_outputs(graph, call, training))
     # A call that gathers the batch computes the same on each replica as on one device.
     gathers = bool(names) and _gathers(model, inputs, training)

@@ -22,6 +22,7 @@ from tfpar import cluster, data
 from tfpar._compat import keras_variables
 from tfpar.cluster import tf_config
 from tfpar.messages.number_format import three_digits
+from tfpar.messages.reasons import message_of
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES
 from tfpar.reduction.weight_owners import num_bytes
@@ -177,9 +178,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = ADVICE_OF_PIPELINES.sub(lambda found: _WAYS_OUT_OF_REPLICAS[found[1]], str(error))
+        message = message_of(error)
+        text = ADVICE_OF_PIPELINES.sub(lambda found: _WAYS_OUT_OF_REPLICAS[found[1]], message)
         if 'shard="weights"' not in text and any(word in text for word in ("pipeline", "micro-batch", "stages")):
             text = _EXPLANATION.format(error=text) + ("" if "shard=" in text or "stateful" in text else _WAY_OUT)
-        if text == str(error):
+        if text == message:
             raise
         raise ValueError(text) from error

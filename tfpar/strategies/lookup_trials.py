@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model, keras_variables, random_state
+from tfpar.messages.reasons import message_of
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.graph.trial_batch import pairs_of_parts
 from tfpar.reduction import indexed_slices, objective, whole_batch
@@ -108,7 +109,7 @@ def _find(gradients: Gradients, weights: Sequence[Any], eagerly: bool, batch: An
     try:
         found = _kinds(gradients, batch, runs)
     except Exception as error:  # the model may fail on a few examples, which matters only if it has lookups
-        return LookupKinds([], excerpt(f"{type(error).__name__}: {error}", _CAUSE_COLUMNS))
+        return LookupKinds([], excerpt(f"{type(error).__name__}: {message_of(error)}", _CAUSE_COLUMNS))
     return LookupKinds([_checked(kinds, weight, eagerly) for kinds, weight in zip(found, weights, strict=False)])
 
 

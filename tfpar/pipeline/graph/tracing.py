@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_losses, keras_model, keras_tracing, random_state, tf_function
 from tfpar._compat.keras_tracing import Recorded
+from tfpar.messages.reasons import message_of
 from tfpar.messages.users_code import users_place
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run
 from tfpar.pipeline.graph.topological_order import build_graph
@@ -207,7 +208,7 @@ def _explained(model: keras.Model) -> Iterator[None]:
         if not keras_tracing.has_own_call(model):
             raise
         place = f"{place} raises " if (place := users_place(error)) else ""
-        reason = textwrap.shorten(str(error).rstrip(".;"), width=400, placeholder=" ...")
+        reason = textwrap.shorten(message_of(error).rstrip(".;"), width=400, placeholder=" ...")
         raise ValueError(
             f"The call of a model that is cut into stages must run on symbolic tensors of any batch size, received "
             f"{type(model).__name__}, where: {place}{reason}; use keras.ops in place of tf, move code that needs real "

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.cluster.other_worker_error import OtherWorkerError
+from tfpar.messages.reasons import message_of
 from tfpar.strategies.multi_worker.collectives import Group
 
 PIECE_BYTES = 16 << 20  # of a message, in one all-reduce
@@ -105,7 +106,7 @@ class Consensus:
         if what is None:
             return self._sentence(error)
         worker = f"worker {self._rank} ({self._addresses[self._rank]})"
-        return f"{what} failed on {worker} with {type(error).__name__}: {error}"
+        return f"{what} failed on {worker} with {type(error).__name__}: {message_of(error)}"
 
 
 def raised_on_all_workers(error: Exception) -> Exception:

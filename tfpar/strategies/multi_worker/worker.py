@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpar._compat import random_state
 from tfpar.cluster import tf_config
+from tfpar.messages.reasons import message_of
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.job_roles import refuse_evaluator, warn_of_other_launcher
@@ -115,7 +116,7 @@ class Worker(Strategy):
 
     def _sentence(self, error: Exception) -> str:
         is_of_tensorflow = isinstance(error, tf.errors.OpError)
-        return self._failures.sentence(error, self.user_message) if is_of_tensorflow else str(error)
+        return self._failures.sentence(error, self.user_message) if is_of_tensorflow else message_of(error)
 
     def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
         """Return the sums of numbers over all workers, which must all call this; outside of a step."""

@@ -27,6 +27,7 @@ from tfpar._compat import (
     tf_divided_memory,
     tf_tapes,
 )
+from tfpar.messages.reasons import message_of
 from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, find_batch_dependence
 from tfpar.pipeline.graph.ir import Graph
 from tfpar.pipeline.graph.known_layers import uses_batch_statistics
@@ -52,7 +53,7 @@ def check_examples_apart(graph: Graph, inputs: Sequence[Any], training: bool) ->
     try:
         found = find_batch_dependence(graph, inputs, training)
     except ValueError as error:
-        text = str(error).replace(ON_WHOLE_BATCH, "use TensorParallel without replicas")
+        text = message_of(error).replace(ON_WHOLE_BATCH, "use TensorParallel without replicas")
         raise ValueError(text) from error
     calls = [*found.calls, *(call.name for call in graph.calls if uses_batch_statistics(call, training))]
     if calls:
