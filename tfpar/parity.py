@@ -17,6 +17,7 @@ import rich.console
 import rich.table
 import tensorflow as tf
 
+from tfpar import comparable
 from tfpar._compat import random_state
 from tfpar.files import atomic_file
 from tfpar.full_precision import full_precision
@@ -24,8 +25,6 @@ from tfpar.loops.model_function import check_arguments
 from tfpar.messages import keyword_arguments
 from tfpar.strategies import Strategy, resolve
 from tfpar.trainer import Trainer
-
-TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +53,9 @@ class ParityReport:
         tolerance: The largest relative difference that is regarded as equal.
         weights: One entry per weight, in the order of the model.
         logs: One entry for the loss and for each metric.
+        precision: The float type of both trainings, and why it is not float64.
+        switched_off: Names of the layers that draw random numbers or normalize with a batch, which differ by design in
+            parts of a batch: both trainings ran without that.
     """
 
     strategy: str
@@ -61,20 +63,29 @@ class ParityReport:
     tolerance: float
     weights: tuple[Difference, ...]
     logs: tuple[Difference, ...]
+    precision: comparable.Precision = comparable.FLOAT64
+    switched_off: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
-        """Whether all weights and logs are within the tolerance."""
-        return all(entry.after_last_step <= self.tolerance for entry in (*self.weights, *self.logs))
+        """Whether all weights and logs are within the tolerance, so that there is no `first_difference`."""
+        return self.first_difference is None
 
     @property
     def first_difference(self) -> str | None:
-        """Path of the first weight that differs after the first step, or else after the last; None if there is none."""
-        for field in ("after_first_step", "after_last_step"):
-            for entry in self.weights:
-                if not getattr(entry, field) <= self.tolerance:
-                    return entry.name
-        return None
+        """The first weight that differs after the first step, or else the first weight or log after the last step.
+
+        It is the path of a weight or the name of a log, and None if there is no difference.
+        """
+        early = [entry.name for entry in self.weights if not entry.after_first_step <= self.tolerance]
+        late = [entry.name for entry in (*self.weights, *self.logs) if not entry.after_last_step <= self.tolerance]
+        return next(iter([*early, *late]), None)
+
+    @property
+    def conditions(self) -> str:
+        """The float type of both trainings and the layers that were switched off, as a clause."""
+        names = comparable.switched_off_clause(self.switched_off)
+        return f"in {self.precision.describe()}{', ' if names else ''}{names}"
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON; as `parity.json` in the folder of a run it is part of that run's report.
@@ -95,20 +106,23 @@ class ParityReport:
         # The first difference of a log is NaN, which JSON does not have.
         entries = {name: [_without_nan(entry) for entry in getattr(self, name)] for name in ("weights", "logs")}
         table = {"strategy": self.strategy, "num_steps": self.num_steps, "tolerance": self.tolerance}
-        atomic_file.write(Path(path), json.dumps({**table, "equal": self.equal, **entries}, indent=2) + "\n")
+        verdict = {"equal": self.equal, "conditions": self.conditions}
+        atomic_file.write(Path(path), json.dumps({**table, **verdict, **entries}, indent=2) + "\n")
 
     def table(self) -> rich.table.Table:
         """Return the report as a table for `rich.print`."""
-        verdict = "equal to one device" if self.equal else f"differs first in {self.first_difference or 'the logs'}"
+        verdict = "equal to one device" if self.equal else f"differs first in {self.first_difference}"
         table = rich.table.Table(
             title=f"{self.strategy}: {verdict}",
-            caption=f"relative differences after 1 and {self.num_steps} steps, tolerance {self.tolerance:g}",
+            caption=f"relative differences after 1 and {self.num_steps} steps, tolerance {self.tolerance:g} "
+            f"{self.conditions}",
         )
         for column in ("", "after 1 step", f"after {self.num_steps} steps", ""):
             table.add_column(column, justify="left" if not column else "right")
         for entry in (*self.weights, *self.logs):
             first = "" if np.isnan(entry.after_first_step) else f"{entry.after_first_step:.1e}"
-            mark = "" if entry.after_last_step <= self.tolerance else "differs"
+            is_equal = entry.after_last_step <= self.tolerance and not entry.after_first_step > self.tolerance
+            mark = "" if is_equal else "differs"
             table.add_row(entry.name, first, f"{entry.after_last_step:.1e}", mark)
         return table
 
@@ -131,9 +145,11 @@ def check_parity(
 ) -> ParityReport:
     """Train a model with Keras' `fit` on one device and under a strategy, and compare weights and logs.
 
-    In float64 a difference above 1e-9 is not due to rounding, but for example to the random masks of Dropout, to
-    BatchNormalization without `synchronized=True`, or to a batch-dependent layer. Global random states do not change.
-    In float32, GPUs compute both trainings without TensorFloat-32.
+    In float64 a difference above 1e-9 is not due to rounding, but for example to a batch-dependent layer. A model that
+    is written for float32, such as one with `RandomRotation` or a top-k accuracy, is compared in float32, with 1e-5.
+    Where a strategy divides batches, random layers such as Dropout, and BatchNormalization that is not synchronized,
+    differ by design. Both trainings then run without random numbers and with moving statistics, and the report names
+    these layers. Global random states do not change. In float32, GPUs compute both trainings without TensorFloat-32.
 
     Args:
         build_model: The model function, as for `tfpar.Trainer`.
@@ -141,7 +157,8 @@ def check_parity(
         strategy: The strategy to check.
         num_steps: The number of steps, at least 1.
         seed: Seed of the weights.
-        dtype: "float64", or "float32" to compare with the rounding of usual training.
+        dtype: "float64", which becomes "float32" for a model that is written for it, or "float32" to compare with the
+            rounding of usual training.
         verbose: 1 prints the table, 0 nothing.
 
     Returns:
@@ -168,22 +185,17 @@ def check_parity(
             f"check_parity takes a tf.data.Dataset of global batches, received {type(dataset).__name__}. Write "
             "tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(32)."
         )
-    if dtype not in TOLERANCES or num_steps < 1:
+    if dtype not in comparable.TOLERANCES or num_steps < 1:
         raise ValueError(
-            f"dtype must be one of {list(TOLERANCES)} and num_steps at least 1, received dtype={dtype!r} and "
-            f"num_steps={num_steps}."
+            f"dtype must be one of {list(comparable.TOLERANCES)} and num_steps at least 1, received dtype={dtype!r} "
+            f"and num_steps={num_steps}."
         )
     batches = list(dataset.take(num_steps))
     if not batches:
         raise ValueError("check_parity needs at least one batch, and the dataset is empty.")
-    with _floatx(dtype), full_precision():
-        repeatable = functools.reduce(
-            tf.data.Dataset.concatenate, [tf.data.Dataset.from_tensors(_cast(batch, dtype)) for batch in batches]
-        )
-        keras.utils.set_random_seed(seed)
-        reference = build_model()
-        expected = _FirstStep()
-        expected_logs = reference.fit(repeatable, verbose=0, shuffle=False, callbacks=[expected]).history
+    run = functools.partial(_on_one_device, build_model, batches, strategy, seed)
+    reference, (expected, expected_logs, switched_off), precision = comparable.trained(run, dtype)
+    with _floatx(precision.dtype), full_precision():
         trainer = Trainer(build_model, strategy, seed)
         if trainer.model is reference:
             raise TypeError(
@@ -191,11 +203,12 @@ def check_parity(
                 "twice. Create the model inside of it."
             )
         actual = _FirstStep()
-        actual_logs = _without_numbers(trainer.fit(repeatable, verbose=0, callbacks=[actual]).history)
+        with comparable.without_differences_by_design(strategy):
+            logs = trainer.fit(_repeatable(batches, precision.dtype), verbose=0, callbacks=[actual]).history
     report = ParityReport(
         strategy.describe(),
         len(batches),
-        TOLERANCES[dtype],
+        comparable.TOLERANCES[precision.dtype],
         tuple(
             Difference(variable.path, first, last)
             for variable, first, last in zip(
@@ -205,17 +218,53 @@ def check_parity(
                 strict=True,
             )
         ),
-        tuple(
-            Difference(name, float("nan"), relative_difference(np.array(actual_logs[name]), np.array(values)))
-            for name, values in _without_numbers(expected_logs).items()
-        ),
+        tuple(Difference(name, float("nan"), last) for name, last in log_differences(logs, expected_logs).items()),
+        precision,
+        switched_off,
     )
     if verbose:
         rich.console.Console().print(report.table())
     return report
 
 
-def _without_numbers(logs: dict[str, list[float]]) -> dict[str, list[float]]:
+def _on_one_device(
+    build_model: Callable[[], keras.Model], batches: Sequence[Any], strategy: Strategy, seed: int, dtype: str
+) -> tuple[keras.Model, tuple[_FirstStep, dict[str, Any], tuple[str, ...]]]:
+    """Train with Keras' `fit`; return the model, its first step, its logs and the layers that were switched off."""
+    first_step = _FirstStep()
+    with _floatx(dtype), full_precision():
+        keras.utils.set_random_seed(seed)
+        model = build_model()
+        with comparable.without_differences_by_design(strategy) as switched_off:
+            history = model.fit(_repeatable(batches, dtype), verbose=0, shuffle=False, callbacks=[first_step]).history
+    return model, (first_step, history, tuple(switched_off))
+
+
+def _repeatable(batches: Sequence[Any], dtype: str) -> tf.data.Dataset:
+    datasets = [tf.data.Dataset.from_tensors(_cast(batch, dtype)) for batch in batches]
+    return functools.reduce(tf.data.Dataset.concatenate, datasets)
+
+
+def log_differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Return the relative difference of each entry that both logs have.
+
+    Keras appends numbers to equal names of metrics in one process. A model with objectives may have a `train_step` of
+    its own for Keras, which logs other entries.
+
+    Args:
+        actual: The history of a training.
+        expected: That of one device.
+
+    Example:
+        >>> log_differences({"loss": [0.5], "auc_1": [1.0]}, {"loss": [0.25], "auc": [1.0]})
+        {'loss': 1.0, 'auc': 0.0}
+    """
+    values = _without_numbers(actual)
+    pairs = [(name, value) for name, value in _without_numbers(expected).items() if name in values]
+    return {name: relative_difference(np.array(values[name]), np.array(value)) for name, value in pairs}
+
+
+def _without_numbers(logs: dict[str, Any]) -> dict[str, Any]:
     """Remove the numbers that Keras appends to equal names of metrics in one process, such as `auc_1`."""
     return {re.sub(r"_\d+$", "", name): values for name, values in logs.items()}
 

@@ -29,7 +29,7 @@ LADDER = [
     ["strategies.multi_worker"],
     ["strategies.factory", "strategies.resolve"],
     ["loops"],
-    ["trainer"],
+    ["comparable", "trainer"],
     ["drop_in", "interruption", "parity", "planning"],
     ["reports"],
     ["report", "runs"],

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tests.support import parity_cases, small
-from tfpar.parity import relative_difference
+from tests.support import objective_cases, parity_cases, small
+from tfpar.parity import Difference, ParityReport, relative_difference
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -59,26 +59,146 @@ def test_a_check_warns_of_nothing() -> None:
         tfpar.check_parity(named(), small.data(), mirrored(), num_steps=1)
 
 
-def test_dropout_is_reported_with_the_layer_that_differs_first(capsys: pytest.CaptureFixture[str]) -> None:
-    report = tfpar.check_parity(named(lambda: keras.layers.Dropout(0.5, seed=1)), small.data(), mirrored())
-    assert not report.equal
-    assert report.first_difference is not None
-    assert report.first_difference.endswith("hidden/kernel"), "its gradient goes through the masks"
-    after_first = {entry.name.split("/", 1)[-1]: entry.after_first_step for entry in report.weights}
-    assert after_first["hidden/kernel"] > report.tolerance
+class Sampling(keras.layers.Layer):
+    """The sampling layer of a variational autoencoder, with a seed generator of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs), seed=self.seed_generator)
+
+
+@tf.function
+def noise(like: tf.Tensor) -> tf.Tensor:
+    return tf.random.normal(tf.shape(like), dtype=like.dtype)
+
+
+class Noise(keras.layers.Layer):
+    """Draws with TensorFlow, in a function that is traced once for all models."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + 0.1 * noise(inputs)
+
+
+def of_images(layer: keras.layers.Layer) -> Callable[[Any], Any]:
+    """The layer on rows of eight numbers as images."""
+    return keras.Sequential([keras.layers.Reshape((4, 2, 1)), layer, keras.layers.Flatten()])
+
+
+# Layers that differ by design where a batch is divided, and the type in which a model with one computes.
+BY_DESIGN: dict[str, tuple[Callable[[], Any], str]] = {
+    "Dropout": (lambda: keras.layers.Dropout(0.5, name="differs"), "float64"),
+    "GaussianNoise": (lambda: keras.layers.GaussianNoise(0.5, name="differs"), "float64"),
+    "RandomFlip": (lambda: of_images(keras.layers.RandomFlip(name="differs")), "float64"),
+    "RandomRotation": (lambda: of_images(keras.layers.RandomRotation(0.1, name="differs")), "float32"),
+    "sampling": (lambda: Sampling(name="differs"), "float64"),
+    "function of TensorFlow": (lambda: Noise(name="differs"), "float64"),
+    "BatchNormalization": (lambda: keras.layers.BatchNormalization(name="differs"), "float64"),
+}
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("kind", BY_DESIGN)
+@small.each_splitting_strategy
+def test_what_differs_by_design_is_named_and_all_else_is_compared(
+    kind: str, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer, dtype = BY_DESIGN[kind]
+    report = tfpar.check_parity(named(layer), small.data(), small.SPLITTING_STRATEGIES[strategy](), num_steps=4)
+    assert report.equal, report.first_difference
+    assert (report.switched_off, report.precision.dtype) == (("differs",), dtype)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "differs first in" in printed
-    assert "hidden/kernel" in printed
+    assert "with differs switched off, which differs by design" in printed
+    assert ("as the model does not compute in float64" in printed) == (dtype == "float32")
 
 
-def test_the_first_difference_is_the_layer_that_differs_after_one_step_not_the_first_of_the_model() -> None:
-    """Statistics of each replica alone: only those of the normalization differ before anything else follows."""
-    build = named(lambda: keras.layers.BatchNormalization(name="normalize", scale=False, center=False), metrics=[])
-    report = tfpar.check_parity(build, parity_cases.batches(16, 8), mirrored(), verbose=0)
+@pytest.mark.parametrize("strategy", [tfpar.SingleDevice, lambda: tfpar.Pipeline(2, 1, balance="parameters")])
+@pytest.mark.parametrize("kind", ["Dropout", "BatchNormalization"])
+def test_nothing_is_switched_off_where_a_batch_is_not_divided(strategy: Any, kind: str) -> None:
+    report = tfpar.check_parity(named(BY_DESIGN[kind][0]), small.data(), strategy(), num_steps=4, verbose=0)
+    assert report.equal, report.first_difference
+    assert report.switched_off == ()
+
+
+def test_synchronized_normalization_is_compared_on_replicas() -> None:
+    build = named(lambda: keras.layers.BatchNormalization(synchronized=True))
+    report = tfpar.check_parity(build, small.data(), mirrored(), num_steps=4, verbose=0)
+    assert (report.equal, report.switched_off) == (True, ())
+
+
+def test_a_difference_behind_a_random_layer_is_found() -> None:
+    mixing = [lambda: keras.layers.UnitNormalization(axis=0), BY_DESIGN["Dropout"][0]]
+    strategy = tfpar.Pipeline(2, 2, balance="parameters", allow_batch_dependent_layers=True)
+    report = tfpar.check_parity(named(*mixing), small.data(), strategy, num_steps=2, verbose=0)
     assert not report.equal
-    assert "differs" in str(report.first_difference) or "/" in str(report.first_difference)
-    worst = [entry.name for entry in report.weights if entry.after_first_step > report.tolerance]
-    assert report.first_difference == worst[0]
+    assert str(report.first_difference).endswith("hidden/kernel")
+    assert report.switched_off == ("differs",)
+
+
+def test_random_layers_draw_again_after_a_check() -> None:
+    layer = Noise()
+    tfpar.check_parity(named(BY_DESIGN["function of TensorFlow"][0]), small.data(), mirrored(), num_steps=1, verbose=0)
+    assert len(set(layer(tf.zeros([8], keras.config.floatx())).numpy().tolist())) == 8
+
+
+WRITTEN_FOR_FLOAT32: dict[str, Callable[[], keras.Model]] = {
+    "metric": lambda: named(metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2)])(),
+    "layer": named(lambda: keras.layers.Lambda(lambda rows: rows * tf.ones([], tf.float32))),
+    "type of a layer": named(lambda: keras.layers.Activation("linear", dtype="float32", name="narrow")),
+}
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("kind", WRITTEN_FOR_FLOAT32)
+@small.each_splitting_strategy
+def test_a_model_that_is_written_for_float32_is_compared_in_it(kind: str, strategy: str) -> None:
+    make = small.SPLITTING_STRATEGIES[strategy]
+    report = tfpar.check_parity(WRITTEN_FOR_FLOAT32[kind], small.data(), make(), num_steps=4, verbose=0)
+    assert report.equal, report.first_difference
+    assert (report.precision.dtype, report.tolerance) == ("float32", 1e-5)
+    assert "\x1b" not in report.conditions
+    assert ("'narrow' computes in float32" in report.conditions) == (kind == "type of a layer")
+    assert keras.config.floatx() == "float32"
+
+
+@pytest.mark.parametrize(
+    ("weight", "log", "first"),
+    [
+        ((0.0, 0.0), 0.0, None),
+        ((1.0, 0.0), 0.0, "weight"),
+        ((0.0, 1.0), 0.0, "weight"),
+        ((0.0, 0.0), 1.0, "loss"),
+        ((0.0, float("nan")), 0.0, "weight"),
+        ((0.0, 0.0), float("nan"), "loss"),
+    ],
+)
+def test_a_report_is_equal_if_it_has_no_first_difference(
+    weight: tuple[float, float], log: float, first: str | None
+) -> None:
+    entries = (Difference("weight", *weight),), (Difference("loss", float("nan"), log),)
+    report = ParityReport("Mirrored", 20, 1e-9, *entries)
+    assert (report.equal, report.first_difference) == (first is None, first)
+
+
+def test_logs_of_objectives_and_of_a_train_step_are_compared_where_a_model_overrides_metrics() -> None:
+    class Own(objective_cases.VAE):
+        @property
+        def metrics(self) -> list[keras.Metric]:
+            return [self.reconstruction]
+
+        def _counted(self, loss: Any, batch: Any) -> Any:
+            return {"loss": loss, **super()._counted(loss, batch), "own": loss}
+
+    def build() -> keras.Model:
+        model = Own()
+        model.compile("adam")
+        return model
+
+    report = tfpar.check_parity(build, objective_cases.pairs_with_noise(), mirrored(), num_steps=1, verbose=0)
+    assert report.equal, report.first_difference
+    assert {entry.name for entry in report.logs} == {"loss", "reconstruction"}
 
 
 def test_float32_shows_the_rounding_of_ordinary_training() -> None:
@@ -126,8 +246,8 @@ def test_a_weight_without_a_gradient_but_rounding_errors_is_equal() -> None:
 @pytest.mark.parametrize("fails", ["build", "data"])
 def test_the_types_of_keras_are_as_before_after_an_exception(fails: str) -> None:
     def build() -> keras.Model:
-        assert keras.config.floatx() == "float64"
         if fails == "build":
+            assert keras.config.floatx() == "float64"
             raise ZeroDivisionError
         return named()()
 

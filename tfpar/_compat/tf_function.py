@@ -44,30 +44,36 @@ def outside_of_functions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_traces() -> Iterator[None]:
+def own_traces(*, in_all_threads: bool = False) -> Iterator[None]:
     """Trace every `tf.function` that is called inside this context for this context only.
 
-    A context inside of another shares its traces.
+    A context inside of another shares its traces, but not those of one for all threads.
+
+    Args:
+        in_all_threads: Whether to do so in all threads, or in that of the caller only.
     """
-    if _traced:
+    if _traced and not in_all_threads:
         yield
         return
-    _traced.append({})
+    traces: dict[int, tuple[Function, Function]] = {}
     original, thread = Function.__call__, threading.get_ident()
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
+        if threading.get_ident() != thread and not in_all_threads:
             return original(function, *args, **kwargs)
-        if id(function) not in _traced[-1]:
-            _traced[-1][id(function)] = function, function._clone(None)
-            versions.replace(_traced[-1][id(function)][1], "_omit_frequent_tracing_warning", True)
-        return original(_traced[-1][id(function)][1], *args, **kwargs)
+        if id(function) not in traces:
+            traces[id(function)] = function, function._clone(None)
+            versions.replace(traces[id(function)][1], "_omit_frequent_tracing_warning", True)
+        return original(traces[id(function)][1], *args, **kwargs)
 
+    if not in_all_threads:
+        _traced.append(traces)
     try:
         with mock.patch.object(Function, "__call__", call):
             yield
     finally:
-        _traced.pop()
+        if not in_all_threads:
+            _traced.pop()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
     on two of them        the same numbers, for any order and shape of the draws
 
 Written for Keras 3.15, whose layers and `keras.random` all draw through one module, `keras.src.backend.random`, and
-TensorFlow 2.21. Traced functions draw as usual.
+TensorFlow 2.21. In trials, traced functions draw as usual.
 """
 
 from __future__ import annotations
@@ -44,13 +44,46 @@ def typical_draws(quantile: float = TYPICAL) -> Iterator[list[str]]:
         The names of the functions that were called, in a list that grows.
     """
     called: list[str] = []
+    thread = threading.get_ident()
     with contextlib.ExitStack() as stack:
         stack.enter_context(tf_function.eager_functions())
         for module, functions in _FUNCTIONS:
             for name, typical in functions.items():
-                draw = _patched(module, name, typical and functools.partial(typical, quantile), called)
+                function = typical and functools.partial(typical, quantile)
+                draw = _patched(module, name, function, called.append, lambda: threading.get_ident() == thread)
                 stack.enter_context(mock.patch.object(module, name, draw))
         yield called
+
+
+@contextlib.contextmanager
+def no_draws(note: Callable[[str], None]) -> Iterator[None]:
+    """Return typical numbers from random functions inside this context, in all threads and in traced functions.
+
+    A shuffle leaves the order as it is. A seed that a layer takes from its generator for itself stays random.
+
+    Args:
+        note: Takes the name of each layer that would draw; of the model where no layer inside of it does.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tf_function.own_traces(in_all_threads=True))
+        for module, functions in _FUNCTIONS:
+            for name, typical in functions.items():
+                if name != "next":
+                    function = functools.partial(typical or _in_order, TYPICAL)
+                    draw = _patched(module, name, function, lambda _: note(_drawing_layer()), in_graphs=True)
+                    stack.enter_context(mock.patch.object(module, name, draw))
+        yield
+
+
+def _drawing_layer() -> str:
+    """Return the name of the innermost layer whose method is running, "the loss" where there is none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, keras.Layer):
+            return str(layer.name)
+        frame = frame.f_back
+    return "the loss"
 
 
 def is_dropout(called: Sequence[str]) -> bool:
@@ -63,19 +96,27 @@ def seed_states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
     return [generator.state for layer in layers for generator in layer._seed_generators]
 
 
-def _patched(module: Any, name: str, typical: Callable[..., Any] | None, called: list[str]) -> Callable[..., Any]:
-    original, thread = getattr(module, name), threading.get_ident()
+def _patched(
+    module: Any,
+    name: str,
+    typical: Callable[..., Any] | None,
+    note: Callable[[str], None],
+    applies: Callable[[], bool] = lambda: True,
+    *,
+    in_graphs: bool = False,
+) -> Callable[..., Any]:
+    original = getattr(module, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
+        if not applies():
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         if module is keras_random and isinstance(given.get("seed"), int):
             return original(*args, **kwargs)  # the same numbers each time: constants
-        called.append(name)
-        if typical is None or not tf.executing_eagerly():
+        note(name)
+        if typical is None or not (in_graphs or tf.executing_eagerly()):
             return original(*args, **kwargs)
         return typical(**{name: value for name, value in given.items() if name not in _LEFT_OUT})
 
@@ -118,6 +159,10 @@ def _beta(quantile: float, shape: Any, alpha: Any, beta: Any, dtype: Any = None)
 
 def _dropout(quantile: float, inputs: Any = None, rate: Any = None, x: Any = None) -> tf.Tensor:
     return tf.convert_to_tensor(x if inputs is None else inputs)
+
+
+def _in_order(quantile: float, x: Any = None, axis: int = 0, value: Any = None) -> tf.Tensor:
+    return tf.convert_to_tensor(value if x is None else x)
 
 
 def _float64(value: Any) -> tf.Tensor:

@@ -266,7 +266,9 @@ def _parity(run: RecordedRun) -> Iterable[Markup]:
     verdict = "equal to one device" if parity.get("equal") is True else "NOT equal to one device"
     tolerance = parity.get("tolerance")
     within = f", tolerance {tolerance:g}" if is_number(tolerance) else ""
-    yield element("p", f"{parity.get('strategy')}: {verdict} after {parity.get('num_steps')} steps{within}.")
+    conditions = f" {parity['conditions']}" if parity.get("conditions") else ""
+    steps = f"after {parity.get('num_steps')} steps"
+    yield element("p", f"{parity.get('strategy')}: {verdict} {steps}{within}{conditions}.")
     rows = [
         (row.get("name"), *(_tiny(row.get(f"after_{step}_step")) for step in ("first", "last")))
         for part in ("weights", "logs")

@@ -1,0 +1,129 @@
+"""Comparable trainings: of one float type, and without what differs by design in parts of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model, typical_draws
+from tfpar.messages.reasons import reason_of
+from tfpar.messages.received import listed
+from tfpar.strategies import Strategy
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
+# What Keras and TensorFlow raise where operands have different types, or an operation does not take float64.
+_OF_TYPES = (TypeError, ValueError, tf.errors.OpError)
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The float type of two trainings.
+
+    Args:
+        dtype: "float64" or "float32".
+        reason: Why it is not float64; empty for float64, and for float32 on request.
+    """
+
+    dtype: str
+    reason: str = ""
+
+    def describe(self) -> str:
+        """Return the type, with the reason for it.
+
+        Example:
+            >>> Precision("float32", "'head' computes in float32").describe()
+            "float32, as the model does not compute in float64 ('head' computes in float32)"
+        """
+        return f"{self.dtype}, as the model does not compute in float64 ({self.reason})" if self.reason else self.dtype
+
+
+FLOAT64 = Precision("float64")
+
+
+def trained(
+    train: Callable[[str], tuple[keras.Model, Result]], dtype: str = "float64"
+) -> tuple[keras.Model, Result, Precision]:
+    """Train in float64, or in float32 if the model is written for it.
+
+    Args:
+        train: Trains a new model in a float type; returns the model and any other results.
+        dtype: "float32" trains in this type only.
+
+    Returns:
+        The results of the training, and its type.
+    """
+    if dtype == "float32":
+        return *train(dtype), Precision(dtype)
+    try:
+        model, results = train("float64")
+    except _OF_TYPES as error:
+        reason = reason_of(error)
+    else:
+        reason = _layer_of_other_type(model)
+        if not reason:
+            return model, results, FLOAT64
+    return *train("float32"), Precision("float32", reason)
+
+
+def _layer_of_other_type(model: keras.Model) -> str:
+    narrow = ("float32", "float16", "bfloat16")
+    types = {layer.name: layer.compute_dtype for layer in keras_model.all_layers(model)}
+    return next((f"{name!r} computes in {kind}" for name, kind in types.items() if kind in narrow), "")
+
+
+@contextlib.contextmanager
+def without_differences_by_design(strategy: Strategy) -> Iterator[list[str]]:
+    """Switch off random draws and statistics of a batch inside this context, if a strategy divides batches.
+
+    Random layers draw fixed numbers, with which Dropout keeps every unit. BatchNormalization normalizes as in
+    inference, except synchronized on replicas, where it equals one device.
+
+    Args:
+        strategy: The strategy that is compared with one device.
+
+    Returns:
+        The names of the layers that were switched off, in a list that grows.
+    """
+    names: list[str] = []
+
+    def note(name: str) -> None:
+        if name not in names:
+            names.append(name)
+
+    if strategy.batch_parts[0] == 1:
+        yield names
+        return
+    with typical_draws.no_draws(note), _no_batch_statistics(note, of_synchronized=strategy.cuts_model):
+        yield names
+
+
+@contextlib.contextmanager
+def _no_batch_statistics(note: Callable[[str], None], of_synchronized: bool) -> Iterator[None]:
+    call = keras.layers.BatchNormalization.call
+
+    def normalize(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        if training and layer.trainable and (of_synchronized or not layer.synchronized):
+            note(layer.name)
+            training = False
+        return call(layer, inputs, training=training, mask=mask)
+
+    with mock.patch.object(keras.layers.BatchNormalization, "call", normalize):
+        yield
+
+
+def switched_off_clause(names: Sequence[str]) -> str:
+    """Return a clause about the layers that were switched off, empty for none.
+
+    Example:
+        >>> switched_off_clause(["dropout"])
+        'with dropout switched off, which differs by design'
+    """
+    differ = "differ" if len(names) > 1 else "differs"
+    return f"with {listed(names)} switched off, which {differ} by design" if names else ""
