@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,17 +146,9 @@ def data():
 
 
 def test_a_script_with_settings_of_devices_and_types_is_examined(tmp_path: Path, logical_cpus: list[str]) -> None:
-    import keras
-
     (tmp_path / "script.py").write_text(SCRIPT.replace("float32", "mixed_bfloat16"))
     names = {key: f"{tmp_path / 'script.py'}:{name}" for key, name in (("function", "build_model"), ("data", "data"))}
-    overrides = ["strategy.kind=mirrored"]
-    try:
-        result = strategy_task.compare({"overrides": overrides, **names}, logical_cpus[1:3])
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
-    check = models.judged_strategy(result)
+    check = examined(ModelSource(overrides=("strategy.kind=mirrored",), **names), logical_cpus[1:3])
     assert check.status == "ok", check.figure
 
 
@@ -179,36 +172,66 @@ def test_a_function_that_no_process_can_import_is_refused() -> None:
         tfpar.doctor(lambda: None, verbose=0)
 
 
-@pytest.mark.usefixtures("logical_cpus")
-def test_random_layers_and_normalization_differ_by_design() -> None:
+@pytest.mark.parametrize("kind", ["mirrored", "pipeline"])
+@pytest.mark.parametrize(
+    ("function", "switched_off", "bound"),
+    [
+        (doctor_models.augmented, ["turns"], "1e-05 in float32, as the model does not compute in float64 ("),
+        (doctor_models.top_k, [], "1e-05 in float32, as the model does not compute in float64 ("),
+        (doctor_models.random_and_normalized, ["drops", "samples", "normalizes"], "1e-09 in float64"),
+        (doctor_models.own_metrics, [], "1e-09 in float64"),
+    ],
+)
+@pytest.mark.crossed
+def test_what_differs_by_design_is_no_finding(
+    kind: str, function: Callable[[], Any], switched_off: list[str], bound: str, logical_cpus: list[str]
+) -> None:
+    check = examined(source(function, overrides=(f"strategy.kind={kind}", *PIPELINE[kind])), logical_cpus[1:3])
+    assert check.status == "ok", check.figure
+    assert check.values["switched_off"] == switched_off
+    assert check.bound.startswith(bound)
+    assert not switched_off or f"with {', '.join(switched_off)} switched off" in check.figure
+
+
+PIPELINE = {"mirrored": (), "pipeline": ("strategy.num_stages=2", "strategy.num_microbatches=2")}
+
+
+def examined(given: ModelSource, devices: list[str]) -> Check:
+    """The check of a strategy, in this process."""
     import keras
 
-    named = [keras.layers.Dropout(0.5, name="drops"), keras.layers.BatchNormalization(name="normalizes")]
-    model = keras.Sequential([keras.Input((3,)), *named, keras.layers.Dropout(0.0), keras.layers.Dense(1)])
-    assert strategy_task.by_design(model) == ["drops", "normalizes"]
-
-
-def test_a_strategy_is_compared_on_one_batch_of_a_shuffled_dataset(logical_cpus: list[str]) -> None:
-    import keras
-
-    overrides = [f"trainer={doctor_models.__name__}.Shuffled", "strategy.kind=mirrored"]
     try:
-        result = strategy_task.compare({"overrides": overrides}, logical_cpus[1:3])
+        result = strategy_task.compare(dataclasses.asdict(given), devices)
     finally:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
-    check = models.judged_strategy(result)
+    return models.judged_strategy(result)
+
+
+def test_a_strategy_is_compared_on_one_batch_of_a_shuffled_dataset(logical_cpus: list[str]) -> None:
+    overrides = (f"trainer={doctor_models.__name__}.Shuffled", "strategy.kind=mirrored")
+    check = examined(ModelSource(overrides=overrides), logical_cpus[1:3])
     assert check.status == "ok", check.figure
 
 
-RESULT = {"strategy": "Mirrored", "loss": 0.0, "weights": {"a": 1e-12, "b": 0.1}, "finite": True, "by_design": []}
+RESULT = {
+    "strategy": "Mirrored",
+    "logs": {"loss": 0.0},
+    "weights": {"a": 1e-12, "b": 0.1},
+    "finite": True,
+    "conditions": "",
+    "bound": 1e-9,
+    "precision": "float64",
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
         ({}, "WRONG", "b differs by 1.0e-01"),
-        ({"by_design": ["dropout"]}, "skipped", "as it must: dropout"),
+        ({"conditions": "with dropout switched off"}, "WRONG", "after three steps, with dropout switched off"),
+        ({"weights": {}, "logs": {"loss": 0.1}}, "WRONG", "the loss differs by 1.0e-01"),
+        ({"bound": 0.5, "precision": "float32"}, "ok", "differ by 1.0e-01"),
         ({"finite": False}, "WRONG", "not finite"),
         ({"weights": {"a": 1e-12}}, "ok", "differ by 1.0e-12"),
     ],

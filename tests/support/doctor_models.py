@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -15,6 +17,53 @@ def classifier() -> keras.Model:
     model = keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(11, 4), layers.Flatten()])
     model.add(layers.Dense(3))
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+class Sampling(layers.Layer):
+    """Draws with a seed generator of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs), seed=self.seed_generator)
+
+
+def random_and_normalized() -> keras.Model:
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(5), layers.Dropout(0.5, name="drops")])
+    for layer in (Sampling(name="samples"), layers.BatchNormalization(name="normalizes"), layers.Dense(2)):
+        model.add(layer)
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def augmented() -> keras.Model:
+    model = keras.Sequential([keras.Input((4, 4, 1)), layers.RandomRotation(0.1, name="turns"), layers.Flatten()])
+    model.add(layers.Dense(2))
+    model.compile("sgd", "mse")
+    return model
+
+
+def top_k() -> keras.Model:
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(3, "softmax")])
+    metric = keras.metrics.SparseTopKCategoricalAccuracy(2)
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[metric])
+    return model
+
+
+class OwnMetrics(keras.Sequential):
+    """Lists its own metrics, without the loss."""
+
+    @property
+    def metrics(self) -> list[keras.Metric]:
+        return []
+
+
+def own_metrics() -> keras.Model:
+    model = OwnMetrics([keras.Input((6,)), layers.Dense(3), layers.Dense(2)])
+    model.compile("sgd", "mse")
     return model
 
 

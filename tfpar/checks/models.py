@@ -24,7 +24,6 @@ from tfpar.pipeline import schedule
 
 _SECONDS = 120.0
 _BOUND, _MIXED_BOUND = 1e-3, 5e-2  # relative, of float32 and of mixed precision against float64
-_PARITY_BOUND = 1e-9  # of three steps in float64
 _LEAST_PART = 1e-2  # a gradient this much smaller than the largest one is compared with that
 _ROUNDING_PART = 1e-5  # of the largest gradient
 _FIRST, _EXACT, _CPU = "first", "exact", "CPU:0"
@@ -249,21 +248,19 @@ def judged_strategy(result: dict[str, Any]) -> Check:
     Args:
         result: That of the task `compare`.
     """
-    worst = max([result["loss"], *result["weights"].values()])
-    first = next((path for path, one in result["weights"].items() if not one <= _PARITY_BOUND), "the loss")
-    bound = f"{_PARITY_BOUND:g} in float64"
+    differences = {**result["weights"], **{f"the {name}": value for name, value in result["logs"].items()}}
+    bound = f"{result['bound']:g} in {result['precision']}"
     if not result["finite"]:
         return Check("strategy", "WRONG", f"{result['strategy']}: the loss of three steps is not finite", values=result)
-    if worst <= _PARITY_BOUND:
-        figure = f"{result['strategy']}: three steps differ by {worst:.1e} from one device"
+    first = next((name for name, value in differences.items() if not value <= result["bound"]), None)
+    conditions = f", {result['conditions']}" if result["conditions"] else ""
+    if first is None:
+        worst = max(differences.values(), default=0.0)
+        figure = f"{result['strategy']}: three steps differ by {worst:.1e} from one device{conditions}"
         return Check("strategy", "ok", figure, bound, values=result)
-    figure = f"{result['strategy']}: {first} differs by {worst:.1e} from one device after three steps"
-    if result["by_design"]:
-        layers = ", ".join(result["by_design"][:3])
-        reason = f"{figure}, as it must: {layers} draw or normalize per part of a batch"
-        return Check("strategy", "skipped", reason, bound, values=result)
+    figure = f"{result['strategy']}: {first} differs by {differences[first]:.1e} from one device after three steps"
     way_out = "tfpar.check_parity compares each weight; look at the copies and the all-reduce above."
-    return Check("strategy", "WRONG", figure, bound, way_out, result)
+    return Check("strategy", "WRONG", f"{figure}{conditions}", bound, way_out, result)
 
 
 def judged_placement(result: dict[str, Any]) -> Check:

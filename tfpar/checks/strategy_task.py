@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +12,17 @@ import numpy as np
 import tensorflow as tf
 
 import tfpar
-from tfpar import config, strategies
-from tfpar._compat import keras_model
+from tfpar import comparable, config, strategies
 from tfpar.checks.child_program import at_stage
-from tfpar.checks.model_source import first_batch, make_trainer, source_of
+from tfpar.checks.model_source import ModelSource, first_batch, make_trainer, source_of
 from tfpar.full_precision import full_precision
-from tfpar.parity import relative_difference, weight_differences
+from tfpar.parity import log_differences, weight_differences
 
 NUM_STEPS = 3
 
 
 def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
-    """Train three steps in float64 under the strategy and on one device.
+    """Train three steps under the strategy and on one device, as `tfpar.check_parity` does.
 
     Args:
         source: The fields of a `ModelSource`.
@@ -32,24 +32,35 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
     settings = settings_on(found.run().strategy, devices)
     with default_device(devices), full_precision():
         strategy = strategies.from_settings(settings)
-        at_stage("three steps on one device")
-        trainer, dataset = make_trainer(found, tfpar.SingleDevice(devices[0]), "float64")
-        # One batch for both: a second dataset may be shuffled in another order.
-        batch = tf.nest.map_structure(_in_float64, first_batch(dataset))
-        logs, weights = _trained(trainer, batch)
+        on_one_device = functools.partial(_on_one_device, found, strategy, devices[0])
+        model, (logs, batch, switched_off), precision = comparable.trained(on_one_device)
         at_stage(f"three steps of {settings.kind}")
-        own_trainer, _ = make_trainer(found, strategy, "float64")
-        own_logs, own_weights = _trained(own_trainer, batch)
-    model = own_trainer.model
-    by_weight = weight_differences(own_weights, weights)
-    differences = {variable.path: value for variable, value in zip(model.weights, by_weight, strict=True)}
+        trainer, _ = make_trainer(found, strategy, precision.dtype)
+        own_logs = _trained(trainer, strategy, batch)[0]
+    by_weight = weight_differences(trainer.model.get_weights(), model.get_weights())
+    paths = [variable.path for variable in trainer.model.weights]
     return {
         "strategy": strategy.describe(),
-        "loss": relative_difference(np.array(own_logs["loss"]), np.array(logs["loss"])),
-        "weights": differences,
-        "finite": bool(np.isfinite(own_logs["loss"]).all()),
-        "by_design": by_design(model),
+        "logs": log_differences(own_logs, logs),
+        "weights": dict(zip(paths, by_weight, strict=True)),
+        "finite": bool(np.isfinite(own_logs.get("loss", 0.0)).all()),
+        "switched_off": switched_off,
+        "conditions": comparable.switched_off_clause(switched_off),
+        "bound": comparable.TOLERANCES[precision.dtype],
+        "precision": precision.describe(),
     }
+
+
+def _on_one_device(
+    source: ModelSource, strategy: tfpar.Strategy, device: str, dtype: str
+) -> tuple[keras.Model, tuple[dict[str, Any], Any, list[str]]]:
+    """Train on one device; return the model, its logs, the batch, and the layers that were switched off."""
+    at_stage("three steps on one device")
+    trainer, dataset = make_trainer(source, tfpar.SingleDevice(device), dtype)
+    # One batch for both: a second dataset may be shuffled in another order.
+    batch = tf.nest.map_structure(lambda value: _in_type(value, dtype), first_batch(dataset))
+    logs, switched_off = _trained(trainer, strategy, batch)
+    return trainer.model, (logs, batch, switched_off)
 
 
 def default_device(devices: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
@@ -70,24 +81,11 @@ def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Str
     return settings.model_copy(update={"devices": tuple(devices), "num_logical_cpus": 1, **across})
 
 
-def _trained(trainer: tfpar.Trainer, batch: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _trained(trainer: tfpar.Trainer, strategy: tfpar.Strategy, batch: Any) -> tuple[dict[str, Any], list[str]]:
     repeated = tf.data.Dataset.from_tensors(batch).repeat(NUM_STEPS)
-    logs = trainer.fit(repeated, epochs=1, verbose=0).history
-    return logs, trainer.model.get_weights()
+    with comparable.without_differences_by_design(strategy) as switched_off:
+        return trainer.fit(repeated, epochs=1, verbose=0).history, switched_off
 
 
-def _in_float64(value: Any) -> Any:
-    if value is None or not np.issubdtype(value.dtype, np.floating):
-        return value
-    return value.astype("float64")
-
-
-def by_design(model: keras.Model) -> list[str]:
-    """Return the layers whose results depend on how a batch is divided: random ones, and BatchNormalization."""
-    found = []
-    for layer in keras_model.all_layers(model):
-        is_random = getattr(layer, "seed_generator", None) is not None and bool(getattr(layer, "rate", True))
-        is_normalizing = isinstance(layer, keras.layers.BatchNormalization)
-        if is_random or is_normalizing:
-            found.append(layer.name)
-    return found
+def _in_type(value: Any, dtype: str) -> Any:
+    return value if value is None or not np.issubdtype(value.dtype, np.floating) else value.astype(dtype)
