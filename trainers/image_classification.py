@@ -18,8 +18,7 @@ _WAYS_TO_CLASSES = {
     "tfds": "Choose a dataset with classes.",
     "tfrecord": "Set data.num_classes.",
     "generated": "Read other data, or use tfpar.trainers.regression.Regression.",
-    "csv": "Read other data, or use tfpar.trainers.tabular.Tabular.",
-    "parquet": "Read other data, or use tfpar.trainers.tabular.Tabular.",
+    "table": "Read other data, or use tfpar.trainers.tabular.Tabular.",
     "python": "Set data.num_classes.",
     "python_source": "Read other data, or use tfpar.trainers.language_model.LanguageModel.",
 }

@@ -5,8 +5,8 @@
 writes into the folder, by default `samples`:
 
     digits/{train,test}/{0, ..., 9}/*.png   1,797 images of 8x8 pixels, a folder for each digit (image_folder.toml)
-    breast_cancer/*.csv                     569 rows of 30 columns in 4 files, diagnosis in words (csv.toml)
-    diabetes/*.parquet                      442 rows of 10 columns in 4 files, a number to predict (parquet.toml)
+    breast_cancer/*.csv                     569 rows of 30 columns in 4 files, diagnosis in words (table.toml)
+    diabetes/*.parquet                      442 rows of 10 columns in 4 files, a number (table_regression.toml)
 """
 
 from __future__ import annotations

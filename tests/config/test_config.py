@@ -46,7 +46,7 @@ RICH_RUN = Run(
     callbacks=Callbacks(monitor="loss", early_stopping_patience=0, tensorboard=False),
 )
 
-CSV = ["data.source=csv", "data.directory=/data"]
+TABLE = ["data.source=table", "data.directory=/data"]
 PYTHON = ["data.source=python", "data.function=my_data.load"]
 PIPELINE = ["strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=8"]
 
@@ -461,25 +461,31 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (["data.context_bytes=64"], "data.context_bytes = 64 is read only from data.source python_source, received"),
         (["data.num_classes=3"], "data.num_classes = 3 is read only from data.source tfrecord"),
-        (["data.source=csv"], 'data.source = "csv" needs data.directory: set it to the folder that holds the files.'),
+        (
+            ["data.source=table"],
+            'data.source = "table" needs data.directory: set it to the folder that holds the files.',
+        ),
         (["data.source=python"], 'data.source = "python" needs data.function: set it to an import path such as'),
         (
             [*PYTHON, "data.validation_split=all"],
             'data.validation_split = "all" names stored data, but data.source = "python" has none of that name',
         ),
         ([*PYTHON, "data.shard_by=file"], 'data.shard_by = "file" needs stored files, but data.source = "python"'),
-        ([*CSV, "data.columns=['x', 'y', 'x']"], 'data.columns = ["x", "y", "x"] names one of them twice'),
-        ([*CSV, "data.columns=['label']"], 'data.label_key = "label" is in data.columns too, and would predict itself'),
-        ([*CSV, "data.class_names=['x']"], 'data.class_names = ["x"] must name at least 2 classes'),
+        ([*TABLE, "data.columns=['x', 'y', 'x']"], 'data.columns = ["x", "y", "x"] names one of them twice'),
         (
-            [*CSV, "data.class_names=['x', 'y']", "data.num_classes=2"],
+            [*TABLE, "data.columns=['label']"],
+            'data.label_key = "label" is in data.columns too, and would predict itself',
+        ),
+        ([*TABLE, "data.class_names=['x']"], 'data.class_names = ["x"] must name at least 2 classes'),
+        (
+            [*TABLE, "data.class_names=['x', 'y']", "data.num_classes=2"],
             "data.num_classes = 2 is for labels that are numbers, and data.class_names names 2 classes",
         ),
         (
-            [*CSV, "data.validation_share=0.2", "data.validation_split=none"],
+            [*TABLE, "data.validation_share=0.2", "data.validation_split=none"],
             'data.validation_share = 0.2 replaces data.validation_split, received data.validation_split = "none" too: ',
         ),
-        ([*CSV, "data.function=a.b"], 'data.function = "a.b" is read only from data.source python, received "csv"'),
+        ([*TABLE, "data.function=a.b"], 'data.function = "a.b" is read only from data.source python, received "table"'),
         (
             [
                 "data.source=image_folder",
@@ -490,9 +496,12 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             "data.crop_to_aspect_ratio and data.pad_to_aspect_ratio exclude each other: set one of them.",
         ),
         (["data.image_size=[8, 8]"], "data.image_size = [8, 8] is read only from data.source image_folder"),
-        ([*CSV, "data.delimiter=é"], 'data.delimiter = "é" must be one ASCII character, no quotation mark and no end'),
-        ([*CSV, "data.delimiter='\"'"], 'data.delimiter = "\\"" must be one ASCII character'),
-        (["data.delimiter=;"], 'data.delimiter = ";" is read only from data.source csv, received "tfds"'),
+        (
+            [*TABLE, "data.delimiter=é"],
+            'data.delimiter = "é" must be one ASCII character, no quotation mark and no end',
+        ),
+        ([*TABLE, "data.delimiter='\"'"], 'data.delimiter = "\\"" must be one ASCII character'),
+        (["data.delimiter=;"], 'data.delimiter = ";" is read only from data.source table, received "tfds"'),
         (
             ["data.source=generated", "data.normalization=standard"],
             'data.normalization = "standard" is for stored data, but data.source = "generated"',

@@ -1,11 +1,15 @@
-"""Small datasets in common forms: folders of images, CSV and Parquet files, and a function."""
+"""Small datasets in common forms: folders of images, tables in each format, and a function."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.csv
+import pyarrow.feather
 import pyarrow.parquet
 import tensorflow as tf
 from PIL import Image
@@ -34,21 +38,29 @@ def rows() -> tuple[list[list[float]], list[str]]:
     return [[float(i), i / 8] for i in range(ROWS)], [CLASSES[i % 3] for i in range(ROWS)]
 
 
-def csv_settings(path: Path, **changes: Any) -> config.Data:
+def write_table(name: str, path: Path, columns: dict[str, Any]) -> Path:
+    """Write one file of a format, its ending set; Parquet files have row groups of three. Return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path = path.with_name(f"{path.name}.{ENDINGS[name]}")
+    table = pyarrow.table(columns)
+    if name == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=3)
+    elif name == "feather":
+        pyarrow.feather.write_feather(table, str(path))
+    elif name == "csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    return path
+
+
+ENDINGS = {"csv": "csv", "parquet": "parquet", "feather": "feather", "json lines": "jsonl"}
+TABLES = tuple(ENDINGS)
+
+
+def table_settings(name: str, path: Path, **changes: Any) -> config.Data:
     """Rows in four files with a column of words that is not read."""
     inputs, labels = rows()
-    path.mkdir(parents=True, exist_ok=True)
-    for shard in range(NUM_FILES):
-        own = range(shard * 10, shard * 10 + 10)
-        lines = [f'{inputs[i][1]},"a, b",{labels[i]},{inputs[i][0]}' for i in own]
-        (path / f"train-{shard}.csv").write_text("eighth,words,answer,number\n" + "\n".join(lines) + "\n\n")
-    return config.Data(source="csv", **table_fields(path, changes))
-
-
-def parquet_settings(path: Path, **changes: Any) -> config.Data:
-    """The same rows in four files with row groups of three."""
-    inputs, labels = rows()
-    path.mkdir(parents=True, exist_ok=True)
     for shard in range(NUM_FILES):
         own = range(shard * 10, shard * 10 + 10)
         columns = {
@@ -57,8 +69,8 @@ def parquet_settings(path: Path, **changes: Any) -> config.Data:
             "answer": [labels[i] for i in own],
             "number": [int(inputs[i][0]) for i in own],
         }
-        pyarrow.parquet.write_table(pyarrow.table(columns), path / f"train-{shard}.parquet", row_group_size=3)
-    return config.Data(source="parquet", **table_fields(path, changes))
+        write_table(name, path / f"train-{shard}", columns)
+    return config.Data(source="table", **table_fields(path, changes))
 
 
 def table_fields(path: Path, changes: dict[str, Any]) -> dict[str, Any]:
@@ -85,11 +97,16 @@ def python_settings(path: Path, **changes: Any) -> config.Data:
     return config.Data(source="python", **{**fields, **changes})
 
 
-MAKERS = {"image_folder": image_settings, "csv": csv_settings, "parquet": parquet_settings, "python": python_settings}
+MAKERS: dict[str, Callable[..., config.Data]] = {
+    "image_folder": image_settings,
+    **{name: partial(table_settings, name) for name in TABLES},
+    "python": python_settings,
+}
 
 
 def numbers(source: str, batches: Sequence[Any]) -> list[int]:
     """What tells the examples of some batches apart: 0 to `ROWS` - 1."""
     if source == "image_folder":
         return [int(image[0, 0, 0]) - 1 for batch in batches for image in np.asarray(batch[0])]
-    return [int(row[0]) for batch in batches for row in np.asarray(batch[0])]
+    # The columns of a table come in the order of their names: eighth, number.
+    return [int(row[0]) for batch in batches for row in np.asarray(batch[1 if source in TABLES else 0])]

@@ -204,20 +204,20 @@ def test_each_of_several_problems_is_an_error_line(call: command.InProcess) -> N
         (["--config", "x" * 300], ["A configuration is a TOML file or one of"]),
         (["--config", "x" * 300 + ".toml"], ["The configuration file", "must exist"]),
         (
-            ["--directory", "run", *settings("data.source=csv", f"data.directory={'x' * 300}", "data.num_classes=2")],
-            ["data.directory must be a folder of CSV files"],
+            ["--directory", "run", *settings("data.source=table", f"data.directory={'x' * 300}", "data.num_classes=2")],
+            ["data.directory must be a folder of table files"],
         ),
         (
-            ["--directory", "run", *settings("data.source=csv", "data.directory=~nobody-has-this-name/x")],
-            ["data.directory must be a folder of CSV files"],
+            ["--directory", "run", *settings("data.source=table", "data.directory=~nobody-has-this-name/x")],
+            ["data.directory must be a folder of table files"],
         ),
         (
-            ["--directory", "run", *settings("data.source=csv", "data.directory=.", "data.train_split=/etc/*")],
+            ["--directory", "run", *settings("data.source=table", "data.directory=.", "data.train_split=/etc/*")],
             ["A pattern of files must be relative to"],
         ),
         (
-            ["--directory", "run", *settings("data.source=csv", "data.directory=.", f"data.train_split={'x' * 300}")],
-            ["holds no CSV files of split"],
+            ["--directory", "run", *settings("data.source=table", "data.directory=.", f"data.train_split={'x' * 300}")],
+            ["holds no table files of split"],
         ),
     ],
     ids=lambda value: f"{value!r:.50}",
@@ -225,7 +225,9 @@ def test_each_of_several_problems_is_an_error_line(call: command.InProcess) -> N
 def test_a_name_that_cannot_be_one_is_blamed_on_its_flag_or_key(
     call: command.InProcess, flags: list[str], parts: list[str]
 ) -> None:
-    trainer = settings("trainer=tfpar.trainers.tabular.Tabular", "model.name=mlp") if "data.source=csv" in flags else []
+    trainer = (
+        settings("trainer=tfpar.trainers.tabular.Tabular", "model.name=mlp") if "data.source=table" in flags else []
+    )
     assert_one_sentence(call(*flags, *trainer), *parts)
 
 

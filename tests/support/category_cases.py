@@ -15,6 +15,7 @@ import tfpar
 from tests.support import multi_worker_cases as cases
 from tests.support.extent import sampled
 from tfpar import config, data
+from tfpar.trainers.tabular import build_preprocessing
 
 ROWS, SHARDS = 44, 4
 WORDS = ["red", "blue", "grün", "red", "pink"]
@@ -45,7 +46,7 @@ def loaded(source: str, shard_by: Any, folder: Path) -> data.Loaded:
             text = "\n".join([",".join(rows), *lines]) + "\n"
             (folder / f"train-{shard}.csv").write_text(text, encoding="utf-8")
     settings = config.Data(
-        source=source, directory=str(folder), validation_split=None, category_columns=("color", "size"), num_classes=3,
+        source="table", directory=str(folder), validation_split=None, category_columns=("color", "size"), num_classes=3,
         shard_by=shard_by, num_shards=2, shuffle_buffer=20, normalization="standard",
     )  # fmt: skip
     return data.load(settings, global_batch_size=8, seed=1)
@@ -56,8 +57,11 @@ def train(strategy: tfpar.Strategy, source: str, shard_by: str, checkpoints: Pat
     with tempfile.TemporaryDirectory() as folder:
         found = loaded(source, shard_by, Path(folder))
 
+        preprocessing = build_preprocessing(found.columns)
+        batches = found.train.map(lambda columns, labels: (preprocessing(columns), labels))
+
         def build() -> keras.Model:
-            model = keras.Sequential([keras.Input(found.input_shape), keras.layers.Dense(3)])
+            model = keras.Sequential([keras.Input(preprocessing.output_shape[1:]), keras.layers.Dense(3)])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
             return model
@@ -66,6 +70,6 @@ def train(strategy: tfpar.Strategy, source: str, shard_by: str, checkpoints: Pat
             trainer = tfpar.Trainer(build, strategy, seed=0)
             interrupt = [cases.Interrupt(trainer, at_step=8)] if stops else []
             kept = None if checkpoints is None else tfpar.Checkpoints(checkpoints, 1000.0)
-            history = trainer.fit(found.train, epochs=3, verbose=0, callbacks=interrupt, checkpoints=kept).history
+            history = trainer.fit(batches, epochs=3, verbose=0, callbacks=interrupt, checkpoints=kept).history
             assert trainer.interrupted == stops
         return history, cases.state(trainer.model)

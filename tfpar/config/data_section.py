@@ -36,12 +36,10 @@ class Data(Section):
     'tfds'
     """
 
-    source: Literal["tfds", "tfrecord", "image_folder", "csv", "parquet", "python", "generated", "python_source"] = (
-        Field(
-            "tfds",
-            description="A TensorFlow Datasets name, a folder of TFRecord files, of images by class, of CSV or of "
-            "Parquet files, a function of your own, generated rows, or the bytes of Python's own library.",
-        )
+    source: Literal["tfds", "tfrecord", "image_folder", "table", "python", "generated", "python_source"] = Field(
+        "tfds",
+        description="A TensorFlow Datasets name, a folder of TFRecord files, of images by class, or of tables (CSV, "
+        "Parquet, Feather, JSON lines), a function of your own, generated rows, or the bytes of Python's own library.",
     )
     name: Text = Field("digits", description="TensorFlow Datasets name; digits is embedded and needs no download.")
     directory: OrNone[Text] = Field(
@@ -61,10 +59,10 @@ class Data(Section):
     input_key: Text = Field("image", description="Feature that the model receives.")
     label_key: Text = Field("label", description="Feature or column that the model predicts.")
     num_classes: OrNone[Annotated[int, Field(ge=2)]] = Field(
-        None, description="tfrecord, csv, parquet, python: number of classes, labels 0 to num_classes - 1."
+        None, description="tfrecord, table, python: number of classes, labels 0 to num_classes - 1."
     )
     class_names: OrNone[Names] = Field(
-        None, description="image_folder: the folders of the classes, none: all; csv, parquet: the words for labels."
+        None, description="image_folder: the folders of the classes, none: all; table: the words for labels."
     )
     image_size: Pixels = Field((256, 256), description="image_folder: height and width that images are resized to.")
     color_mode: Literal["rgb", "grayscale", "rgba"] = Field("rgb", description="image_folder: channels of an image.")
@@ -73,16 +71,18 @@ class Data(Section):
     ] = Field("bilinear", description="image_folder: how images are resized.")
     crop_to_aspect_ratio: bool = Field(False, description="image_folder: resize the largest window of image_size.")
     pad_to_aspect_ratio: bool = Field(False, description="image_folder: resize all of the image, black around it.")
-    columns: OrNone[Names] = Field(None, description="csv, parquet: input columns; none: all but label_key.")
+    columns: OrNone[Names] = Field(None, description="table: input columns; none: all but label_key.")
     category_columns: OrNone[Names] = Field(
-        None, description="csv, parquet: input columns of words, each a one-hot vector over the training rows' words."
+        None,
+        description="table: input columns of words or whole numbers that are categories, each a one-hot vector over "
+        "those of the training rows. With label_key among them, its sorted words are the classes.",
     )
     missing_value: OrNone[float] = Field(
-        None, description="csv, parquet: the number for an empty cell of an input column; none refuses empty cells."
+        None, description="table: the number for an empty cell of an input column; none refuses empty cells."
     )
-    column_names: OrNone[Names] = Field(None, description="csv: the columns of files without a header line.")
+    column_names: OrNone[Names] = Field(None, description="table: the columns of CSV files without a header line.")
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = Field(
-        ",", description="csv: the character between two cells."
+        ",", description="table: the character between two cells of CSV files."
     )
     function: OrNone[ImportPath] = Field(
         None, description="python: import path of a function that returns one dataset, or two: (train, validation)."
@@ -114,22 +114,20 @@ class Data(Section):
 
 
 # A value that no one reads would be silently without effect.
-_FILES = ("tfrecord", "image_folder", "csv", "parquet")
-_TABLES = ("csv", "parquet")
+_FILES = ("tfrecord", "image_folder", "table")
 _READERS: dict[str, tuple[str, ...]] = {
     "name": ("tfds",),
     "directory": ("tfds", *_FILES, "python_source"),
     "train_split": ("tfds", *_FILES, "python_source"),
-    "validation_share": ("image_folder", *_TABLES, "python"),
+    "validation_share": ("image_folder", "table", "python"),
     "features": ("tfrecord",),
     "input_key": ("tfds", "tfrecord"),
-    "label_key": ("tfds", "tfrecord", *_TABLES),
-    "num_classes": ("tfrecord", *_TABLES, "python"),
-    "class_names": ("image_folder", *_TABLES),
+    "label_key": ("tfds", "tfrecord", "table"),
+    "num_classes": ("tfrecord", "table", "python"),
+    "class_names": ("image_folder", "table"),
     **dict.fromkeys(("image_size", "color_mode", "interpolation"), ("image_folder",)),
     **dict.fromkeys(("crop_to_aspect_ratio", "pad_to_aspect_ratio"), ("image_folder",)),
-    **dict.fromkeys(("columns", "category_columns", "missing_value"), _TABLES),
-    **dict.fromkeys(("column_names", "delimiter"), ("csv",)),
+    **dict.fromkeys(("columns", "category_columns", "missing_value", "column_names", "delimiter"), ("table",)),
     **dict.fromkeys(("function", "arguments"), ("python",)),
     **dict.fromkeys(("num_examples", "num_features", "noise"), ("generated",)),
     "context_bytes": ("python_source",),
@@ -172,7 +170,7 @@ def _source_problems(data: Data) -> Iterator[str]:
         yield f'data.source = "{data.source}" needs data.directory: set it to the folder that holds the files.'
     if data.source == "python" and data.function is None:
         yield 'data.source = "python" needs data.function: set it to an import path such as "my_data.load".'
-    if not data.delimiter.isascii() or data.delimiter in '"\r\n\0':  # TensorFlow takes one byte
+    if not data.delimiter.isascii() or data.delimiter in '"\r\n\0':  # pyarrow takes one byte
         yield (
             f"data.delimiter = {toml.show(data.delimiter)} must be one ASCII character, no quotation mark and no end "
             'of a line: write the files with another one, such as ";".'
@@ -229,13 +227,15 @@ def _label_problems(data: Data) -> Iterator[str]:
             yield f"data.{key} = {toml.show(names)} names one of them twice: name each once."
     if data.class_names is not None and len(data.class_names) < 2:
         yield f"data.class_names = {toml.show(data.class_names)} must name at least 2 classes."
-    others = [name for name in data.category_columns or () if name not in (data.columns or data.category_columns or ())]
+    categories = data.category_columns or ()
+    others = [name for name in categories if name not in (*(data.columns or categories), data.label_key)]
     if others:
         yield f"data.category_columns names {toml.show(others[0])}, which is not in data.columns: add it there."
-    if data.label_key in (data.category_columns or ()):
+    if data.label_key in categories and (data.class_names is not None or data.num_classes is not None):
+        key = "num_classes" if data.class_names is None else "class_names"
         yield (
-            f"data.label_key = {toml.show(data.label_key)} is in data.category_columns too: remove it there; the "
-            "words of a label are data.class_names."
+            f"data.label_key = {toml.show(data.label_key)} is in data.category_columns, so that its words are the "
+            f"classes, and data.{key} = {toml.show(getattr(data, key))} sets them too: leave one of them out."
         )
     if data.label_key in (data.columns or ()):
         yield (

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from tfpar import config
-from tfpar.data.sources import csv_files, image_folder, tfds, tfrecord
+from tfpar.data.sources import image_folder, tfds, tfrecord
 from tfpar.messages.reasons import without_control_sequences
 
 UserMessage: TypeAlias = Callable[[BaseException], str | None]
@@ -104,12 +104,8 @@ def label_out_of_range(message: str) -> str | None:
 
 def _refused(message: str, settings: config.Data) -> str | None:
     """Return a sentence about values that the graph refuses; files are read once more if the graph names none."""
-    readers = {
-        "csv": (csv_files.UNREADABLE, csv_files.problem),
-        "image_folder": (image_folder.UNREADABLE, image_folder.corruption),
-    }
-    unreadable, problem = readers.get(settings.source, (None, None))
-    if unreadable and problem and unreadable.search(message) and (sentence := problem(settings)):
+    is_unreadable = settings.source == "image_folder" and image_folder.UNREADABLE.search(message)
+    if is_unreadable and (sentence := image_folder.corruption(settings)):
         return sentence
     if sentence := _raised(message):
         return sentence
@@ -126,8 +122,6 @@ def _raised(message: str) -> str | None:
 def _corrupt(settings: config.Data) -> str:
     if settings.source == "generated":
         return "TensorFlow reports lost data, but generated data have no files."
-    if settings.source == "csv" and (sentence := csv_files.problem(settings)):
-        return sentence
     if settings.source not in ("tfds", "tfrecord"):
         return "A record was read with errors: repeat the command to resume, or repair the data."
     splits = [split for split in (settings.train_split, settings.validation_split) if split is not None]

@@ -1,9 +1,8 @@
 """The batches described by the data settings of a run: `load`, and its checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfpar import config
@@ -13,13 +12,12 @@ from tfpar.data.input_pipeline import Augment, Finish
 from tfpar.data.sharding.sharded import Sharded
 from tfpar.data.sharding_policy import ALL_READ, sharding_policy
 from tfpar.data.sources import (
-    csv_files,
     image_folder,
-    parquet_files,
     python_function,
     python_source,
     split,
     synthetic,
+    table,
     tfds,
     tfrecord,
 )
@@ -27,8 +25,7 @@ from tfpar.data.sources import (
 _SPLIT_READERS = {"tfds": tfds.read, "tfrecord": tfrecord.read, "python_source": python_source.read}
 _READERS = {
     "image_folder": image_folder.read,
-    "csv": csv_files.read,
-    "parquet": parquet_files.read,
+    "table": table.read,
     "python": python_function.read,
 }
 VALIDATION_SHARE = 10  # generated: one row of validation for each ten of training
@@ -42,10 +39,10 @@ class Loaded(NamedTuple):
     validation: tf.data.Dataset | None
     num_train_examples: int | None  # None: unknown before the first epoch ends (TFRecord files carry no count)
     num_classes: int | None  # None: regression, or text
-    input_shape: tuple[int, ...]  # of one example
+    input_shape: tuple[int, ...]  # of one example; () for a table
     sharding: str  # how the training examples are assigned to workers and why, in a sentence
     class_names: tuple[str, ...] | None = None  # of labels 0, 1, ..., where classes have names
-    vocabularies: Mapping[str, tuple[str, ...]] | None = None  # of data.category_columns, by name
+    columns: tuple[split.Column, ...] | None = None  # of a table: inputs are then {name: [batch, 1]}, as stored
 
 
 def describe(settings: config.Data) -> str:
@@ -58,8 +55,7 @@ def describe(settings: config.Data) -> str:
         "tfds": settings.name,
         "tfrecord": f"TFRecord files in {settings.directory}",
         "image_folder": f"images in {settings.directory}",
-        "csv": f"CSV files in {settings.directory}",
-        "parquet": f"Parquet files in {settings.directory}",
+        "table": f"tables in {settings.directory}",
         "python": f"examples of {settings.function}",
         "generated": "generated",
         "python_source": f"Python source files in {settings.directory or 'the standard library'}",
@@ -123,10 +119,10 @@ def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: A
         validation,
         train.num_examples,
         train.num_classes,
-        tuple(train.decoded().element_spec[0].shape),
+        () if train.columns is not None else tuple(train.decoded().element_spec[0].shape),
         policy.sentence,
         train.class_names,
-        train.vocabularies,
+        train.columns,
     )
 
 
@@ -138,6 +134,8 @@ def _read(settings: config.Data) -> tuple[split.Split, split.Split | None]:
 
 
 def _check_validation(train: split.Split, held_out: split.Split, first: tf.Tensor) -> None:
+    if train.columns is not None:  # which the reader has checked
+        return
     shape = train.decoded().element_spec[0].shape
     if first.shape != shape:
         raise ValueError(
@@ -148,16 +146,13 @@ def _check_validation(train: split.Split, held_out: split.Split, first: tf.Tenso
 
 def _finish(settings: config.Data, train: split.Split) -> Finish:
     """Return the last map over batches: it checks labels and normalizes inputs."""
+    if (columns := train.columns) is not None:
+        return lambda packed, labels: (table.unpacked(columns, packed), labels)
     normalize: Callable[[tf.Tensor], tf.Tensor] = tf.identity
     if settings.normalization == "unit":
         normalize = images.unit
     elif settings.normalization == "standard":
         statistics = images.measure(train.decoded().map(lambda inputs, label: inputs))
-        if train.one_hot:  # a one-hot channel of unknown words is 0 in all training rows, so it has no statistics
-            mean, deviation = (
-                np.where(train.one_hot, kept, value) for kept, value in zip((0, 1), statistics, strict=True)
-            )
-            statistics = images.Statistics(mean.astype(np.float32), deviation.astype(np.float32))
         normalize = lambda inputs: images.standard(inputs, statistics)  # noqa: E731
 
     def finish(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -170,6 +165,10 @@ def _finish(settings: config.Data, train: split.Split) -> Finish:
 
 def _check_inputs(settings: config.Data, train: split.Split, inputs: tf.Tensor, augment: Augment | None) -> None:
     _, labels = train.decoded().element_spec
+    if train.columns is not None:
+        if augment:
+            raise ValueError("Augmentation changes images, but the rows of a table are none: leave it out.")
+        return
     if (settings.augmentation or augment) and inputs.shape.rank != 3:
         raise ValueError(
             f"Augmentation changes images [height, width, channels], but the inputs have shape {inputs.shape}: "

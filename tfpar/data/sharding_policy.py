@@ -59,9 +59,8 @@ def sharding_policy(settings: config.Data, split: Split, global_batch_size: int)
 
 
 def _automatic(split: Split, num_shards: int, global_batch_size: int) -> ShardingPolicy:
-    shape: tf.TensorShape = split.decoded().element_spec[0].shape
-    costly = split.encoded and shape.rank == 3 and shape[0] * shape[1] >= COSTLY_PIXELS
-    if not costly:
+    shape = split.decoded().element_spec[0].shape if split.encoded else tf.TensorShape(None)
+    if shape.rank != 3 or shape[0] * shape[1] < COSTLY_PIXELS:
         return ShardingPolicy("batch", 1, f"by batch, because decoding one example is cheap: {ALL_READ}")
     size = f"{shape[0]} x {shape[1]}"
     if num_shards == 1 or global_batch_size % num_shards:

@@ -15,7 +15,7 @@ from tfpar import config
 from tfpar.cluster import cores, process_memory
 from tfpar.runs import built_objects, header
 from tfpar.runs.directory import RunDirectory
-from tfpar.runs.run_trainer import RunTrainer
+from tfpar.runs.run_trainer import RunTrainer, class_names_of
 
 MOST_LAYERS = 5000
 
@@ -52,6 +52,7 @@ def describe(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> d
             "precision": built_objects.describe_precision(model),
             "optimizer": lines["optimizer"],
             "data": lines["data"],
+            "classes": list(class_names_of(trainer)),
             "layers": _layers(model),
         },
         "layout": {"strategy": lines["strategy"], "batch": lines["batch"]},

@@ -24,9 +24,9 @@ def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
     Raises:
         FileNotFoundError: No such folder, or no file of the split.
 
-    >>> of_split(config.Data(source="csv", directory="/no/where"), "train", "CSV")
+    >>> of_split(config.Data(source="table", directory="/no/where"), "train", "table")
     Traceback (most recent call last):
-    FileNotFoundError: data.directory must be a folder of CSV files, but /no/where is not a folder: correct the path.
+    FileNotFoundError: data.directory must be a folder of table files, but /no/where is not a folder: correct the path.
     """
     folder = directory(settings, f"{kind} files")
     if any(sign in split for sign in "*?["):

@@ -1,6 +1,6 @@
 """The stored examples of one split, and the checks before the first step of a run."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import tensorflow as tf
@@ -8,6 +8,24 @@ import tensorflow as tf
 from tfpar.cluster.cores import num_allowed_cores
 from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.messages.suggestions import closest
+
+
+class Column(NamedTuple):
+    """One input column of a table, and what its training rows hold, as far as the settings ask for it.
+
+    Args:
+        name: Its name in the files.
+        dtype: "float32" for numbers; "string" or "int64" for categories.
+        mean: The mean, if `data.normalization` is "standard".
+        variance: The variance, likewise.
+        vocabulary: The sorted categories; None for numbers.
+    """
+
+    name: str
+    dtype: str
+    mean: float = 0.0
+    variance: float = 1.0
+    vocabulary: tuple[str, ...] | tuple[int, ...] | None = None
 
 
 class Split(NamedTuple):
@@ -24,8 +42,7 @@ class Split(NamedTuple):
     class_names: tuple[str, ...] | None = None
     # (num_shards, shard) -> stored examples of that shard; None: every num_shards-th of all examples
     read_examples: Callable[[int, int], tf.data.Dataset] | None = None
-    vocabularies: Mapping[str, tuple[str, ...]] | None = None  # of columns of words, by name
-    one_hot: tuple[bool, ...] = ()  # which channels of an input are of such columns; empty: none
+    columns: tuple[Column, ...] | None = None  # of a table, whose inputs are packed by type; None: no table
 
     def decoded(self) -> tf.data.Dataset:
         """Return single `(input, label)` pairs in the order of storage."""
@@ -84,7 +101,7 @@ def first_input(split: Split) -> tf.Tensor:
         ValueError: No example, or an input without a static shape.
     """
     spec = split.decoded().element_spec
-    if not spec[0].shape.is_fully_defined():
+    if not all(leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec[0])):
         raise ValueError(
             f"All inputs must have one fixed shape to form a batch, but those of {split.origin} have {spec[0].shape}. "
             "Store them in one size, or choose another dataset."
