@@ -27,7 +27,10 @@ from tfpar.runs import summary
 from tfpar.runs.directory import RunDirectory
 
 _CONFIG = flags.DEFINE(
-    FilePath(), "config", None, "Name below, or a TOML file of your own; by default the settings of digits."
+    FilePath(),
+    "config",
+    None,
+    "Name below, or a TOML file of your own; by default that of the run in --directory, or the settings of digits.",
 )
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
 _DIRECTORY = flags.DEFINE(
@@ -51,8 +54,8 @@ def _details() -> str:
     return f"""configurations:
 {command_line.two_columns(configurations)}
 
-Without --config the settings are those of digits. To see every setting, or to
-write a file of your own:
+Without --config the settings are those of the run that --directory holds, or
+else those of digits. To see every setting, or to write a file of your own:
   python -m tfpar.train --config digits --print_config > my_run.toml"""
 
 
@@ -78,6 +81,7 @@ COMMAND = command_line.Command(
     },
     examples=[
         "python -m tfpar.train",
+        "python -m tfpar.train --directory runs/default --set training.epochs=20",
         "python -m tfpar.train --config digits_mirrored --set training.epochs=2",
     ],
     details=_details,
@@ -101,6 +105,9 @@ def main(argv: list[str]) -> int:
         if len(argv) > 1:
             raise ValueError(_surplus(argv[1]))
         file = None if _CONFIG.value is None else bundled_configurations.find(_CONFIG.value)
+        directory = RunDirectory(_run_folder(file))
+        if file is None and _DIRECTORY.value is not None:
+            file = directory.recorded()
         run = config.load(file, _SET.value)
         if _TRACE.value:
             _check_timed(run.strategy)
@@ -111,7 +118,6 @@ def main(argv: list[str]) -> int:
             check_within("audit", _AUDIT.value, 1, MAX_AUDITED)
             return _audit(run, _AUDIT.value)
         job = tf_config.from_environment(os.environ)
-        directory = RunDirectory(_run_folder(file))
         if job is not None and job.role == "evaluator":
             return _evaluate(run, directory)
         if job is not None and job.num_workers > 1:

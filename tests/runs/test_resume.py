@@ -161,6 +161,50 @@ def test_after_an_early_stop_more_epochs_change_nothing(call: command.InProcess,
     assert "trained to its end already" in call(*flags, *epochs(9)).out
 
 
+def test_a_directory_alone_resumes_its_run_with_its_own_configuration(call: command.InProcess, tmp_path: Path) -> None:
+    assert (
+        call(
+            "--directory", "run", *settings("trainer=own.Interrupts", "training.global_batch_size=16"), *epochs(2)
+        ).code
+        == 130
+    )
+    resumed = call("--directory", "run")
+    assert resumed.code == 0, resumed
+    assert "Resuming after epoch 0 and 1 steps of the next." in resumed.out
+    assert len(metrics(tmp_path / "run")) == 2
+    assert config.load(tmp_path / "run" / "config.toml").training.global_batch_size == 16
+    assert call("--directory", "run", *epochs(3)).code == 0
+    assert len(metrics(tmp_path / "run")) == 3
+    refused = call("--directory", "run", *settings("training.global_batch_size=8"))
+    assert refused.code == 1
+    assert "(training.global_batch_size is 16 there and 8 now)" in refused.err
+    assert "or resume that run with --directory run alone" in refused.err
+    assert "global_batch_size = 16" in call("--directory", "run", "--print_config").out
+
+
+def test_a_run_resumes_under_another_strategy_with_the_weights_of_one_device(
+    call: command.InProcess, logical_cpus: list[str], tmp_path: Path
+) -> None:
+    first = settings("trainer=own.Constant", "strategy.kind=single_device")
+    assert call("--directory", "whole", *first, *epochs(4)).code == 0
+    assert call("--directory", "run", *first, *epochs(2)).code == 0
+    mirrored = settings(
+        "strategy.kind=mirrored",
+        'strategy.devices=["CPU:0", "CPU:1"]',
+        f"strategy.num_logical_cpus={len(logical_cpus)}",
+    )
+    resumed = call("--directory", "run", *mirrored, *epochs(4))
+    assert resumed.code == 0, resumed
+    said = (
+        'epochs = 4 instead of 2, strategy.kind = "mirrored" instead of "single_device", strategy.devices = ["CPU:0",'
+    )
+    assert said in one_line(resumed.out)
+    command.assert_same_weights(tmp_path / "run", tmp_path / "whole", tolerance=1e-6)
+    assert "Mirrored over 2 replicas" in resumed.out
+    for line, expected in zip(metrics(tmp_path / "run"), metrics(tmp_path / "whole"), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("trainer", ["Cosine", "CosineOfAnObjective"])
 def test_an_optimizer_that_depends_on_the_number_of_epochs_is_refused(
     call: command.InProcess, tmp_path: Path, trainer: str

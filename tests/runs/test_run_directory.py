@@ -95,7 +95,11 @@ def test_another_run_is_refused_with_the_keys_that_differ_and_ways_out(folder: P
     assert "optimizer.settings.beta_1 is not set there and 0.8 now" in message
     assert "{}" not in message, "a table that is empty is no key that differs"
     assert "epochs" not in message, "more epochs are no reason to refuse"
-    for way_out in ("Choose another --directory", f"--config {folder}/config.toml", "delete the folder"):
+    for way_out in (
+        "Choose another --directory",
+        f"resume that run with --directory {folder} alone",
+        "delete the folder",
+    ):
         assert way_out in message
 
 
@@ -106,9 +110,41 @@ def test_settings_that_change_no_weight_are_marked_in_their_sections() -> None:
     assert {key for key in ["trainer", "seed", *keys] if not config.changes_weights(key)} == {
         *("training.epochs", "training.steps_per_call", "training.checkpoint_seconds", "training.keep_checkpoints"),
         "training.nonfinite_loss",
-        *("strategy.form_seconds", "strategy.silence_seconds"),
+        *(f"strategy.{name}" for name in RUN.strategy.model_dump()),
         *("callbacks.tensorboard", "callbacks.report", "callbacks.check_replicas_every_steps"),
     }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "problem"),
+    [
+        ('{kind="single_device"}', None),
+        ('{kind="pipeline", num_stages=2, num_microbatches=4, schedule="gpipe"}', None),
+        ('{kind="multi_worker", devices=["GPU:0"]}', None),
+        (
+            '{kind="multi_worker", sync="average", every=4}',
+            "strategy.sync is not set there and average now; strategy.e",
+        ),
+        ('{kind="multi_worker", compression="bfloat16"}', "strategy.compression is not set there and bfloat16 now"),
+    ],
+)
+def test_a_run_may_resume_under_a_strategy_of_the_same_weights(
+    folder: Path, strategy: str, problem: str | None
+) -> None:
+    run = config.load(None, [f"strategy={strategy}"])
+    if problem is None:
+        RunDirectory(folder).claim(run)
+    else:
+        assert problem in refusal(folder, run)
+
+
+def test_the_configuration_of_a_folder_is_that_of_its_run(folder: Path, tmp_path: Path) -> None:
+    assert RunDirectory(folder).recorded() == folder / "config.toml"
+    (tmp_path / "config.toml").write_text("seed = 1")
+    assert RunDirectory(tmp_path).recorded() is None, "no run wrote it"
+    (folder / "config.toml").write_text("[training\n")
+    with pytest.raises(ValueError, match=r"config.toml cannot be read: .* Choose another --directory"):
+        RunDirectory(folder).recorded()
 
 
 def test_a_run_may_resume_with_other_settings_that_change_no_weight(folder: Path) -> None:

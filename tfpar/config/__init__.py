@@ -1,7 +1,7 @@
 """The run as typed data: TOML in, frozen and checked models out; needs no TensorFlow."""
 
 from tfpar.config.data_section import Data, Feature
-from tfpar.config.run import Run, changes_weights, closest_key, dump, load, schema
+from tfpar.config.run import NOT_SET, Run, changes, changes_weights, closest_key, dump, load, schema
 from tfpar.config.sections import Callbacks, Model, Optimizer, Training
 from tfpar.config.strategy_section import (
     Auto,
@@ -16,6 +16,7 @@ from tfpar.config.strategy_section import (
 )
 
 __all__ = [
+    "NOT_SET",
     "Auto",
     "Callbacks",
     "Data",
@@ -31,6 +32,7 @@ __all__ = [
     "Strategy",
     "TensorParallel",
     "Training",
+    "changes",
     "changes_weights",
     "closest_key",
     "dump",

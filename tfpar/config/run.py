@@ -26,6 +26,7 @@ from tfpar.config.sections import (
 from tfpar.config.strategy_section import Auto, Hybrid, Strategy
 
 Options = TypeVar("Options", bound=BaseModel)
+NOT_SET = "not set"
 
 
 class Run(Section):
@@ -142,6 +143,39 @@ def changes_weights(key: str) -> bool:
     (False, True)
     """
     return bool(json_schema.settings(schema()).get(key, {}).get("changes_weights", True))
+
+
+def changes(old: Run, new: Run) -> list[tuple[str, Any, Any]]:
+    """Return the keys in which two runs differ, each with both values; "not set" where a table lacks a key.
+
+    Args:
+        old: A run.
+        new: Another run.
+
+    >>> changes(Run(), load(None, ["training.epochs=20"]))
+    [('training.epochs', 10, 20)]
+    """
+    before, after = dict(_flat(_tables(old, new))), dict(_flat(_tables(new, old)))
+    pairs = [(key, before.get(key, NOT_SET), after.get(key, NOT_SET)) for key in {**before, **after}]
+    # By its text, NaN equals itself.
+    return [(key, one, other) for key, one, other in pairs if one != other and repr(one) != repr(other)]
+
+
+def _tables(run: Run, other: Run) -> dict[str, Any]:
+    """Return a run as tables; of a strategy of another kind only the settings that differ from their defaults."""
+    tables = run.model_dump()
+    kind = run.strategy.kind
+    if kind != other.strategy.kind:
+        tables["strategy"] = {"kind": kind} | run.strategy.model_dump(exclude_defaults=True)
+    return tables
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    return [
+        pair
+        for key, value in tree.items()
+        for pair in (_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)])
+    ]
 
 
 def schema() -> dict[str, Any]:

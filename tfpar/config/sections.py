@@ -24,7 +24,7 @@ Momentum = Annotated[float, Field(gt=0, lt=1)]
 
 A_WEEK_SECONDS = 7 * 24 * 3600  # the longest wait: in milliseconds it fits 32 bits, as TensorFlow takes it
 
-# Marks a field that changes no weight: a run may resume with another value of it, and with no other change.
+# Marks a field that changes no weight: a run may resume with another value of it.
 # `training.epochs` has it because a longer run begins with the steps of a shorter one.
 CHANGES_NO_WEIGHT: dict[str, JsonValue] = {"changes_weights": False}
 

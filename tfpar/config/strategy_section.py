@@ -6,7 +6,7 @@ A setting has the name, the type and the default of the argument of the strategy
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from tfpar.config import toml
 from tfpar.config.sections import A_WEEK_SECONDS, CHANGES_NO_WEIGHT, Count, OrNone, Section, Text
@@ -64,26 +64,27 @@ _ShardOfReplicas = Annotated[
     ),
 ]
 _FormSeconds = Annotated[
-    float,
-    Field(
-        gt=0,
-        le=A_WEEK_SECONDS,
-        description="In a job of several workers: longest wait until all workers are connected.",
-        json_schema_extra=CHANGES_NO_WEIGHT,
-    ),
+    float, Field(gt=0, le=A_WEEK_SECONDS, description="With several workers: longest wait until all are connected.")
 ]
 _SilenceSeconds = Annotated[
     float,
-    Field(
-        ge=1,
-        le=A_WEEK_SECONDS,
-        description="In a job of several workers: longest silence of a worker before it counts as lost.",
-        json_schema_extra=CHANGES_NO_WEIGHT,
-    ),
+    Field(ge=1, le=A_WEEK_SECONDS, description="With several workers: longest silence before one counts as lost."),
 ]
 
+# Every strategy trains one device's weights, so that a run may resume with another one; these settings alone differ.
+_CHANGE_WEIGHTS = ("compression", "sync", "every", "average_optimizer", "allow_batch_dependent_layers")
 
-class Auto(Section):
+
+def _mark(schema: dict[str, Any]) -> None:
+    for name in schema["properties"].keys() - set(_CHANGE_WEIGHTS):
+        schema["properties"][name] |= CHANGES_NO_WEIGHT
+
+
+class _StrategySection(Section):
+    model_config = ConfigDict(json_schema_extra=_mark)
+
+
+class Auto(_StrategySection):
     """The strategy that fits the process.
 
     That is multi_worker in a job of several workers, single_device on one device, and with several devices the first
@@ -101,7 +102,7 @@ class Auto(Section):
     silence_seconds: _SilenceSeconds = 30.0
 
 
-class SingleDevice(Section):
+class SingleDevice(_StrategySection):
     """One device.
 
     >>> SingleDevice(device="GPU:1").device
@@ -112,7 +113,7 @@ class SingleDevice(Section):
     device: OrNone[_Device] = Field(None, description='The device, such as "GPU:1"; none: the choice of TensorFlow.')
 
 
-class Mirrored(Section):
+class Mirrored(_StrategySection):
     """One replica on each device of this machine.
 
     >>> Mirrored(num_logical_cpus=2).all_reduce
@@ -130,7 +131,7 @@ class Mirrored(Section):
     shard: _ShardOfReplicas = None
 
 
-class MultiWorker(Section):
+class MultiWorker(_StrategySection):
     """One replica on each device of every worker of a job.
 
     >>> MultiWorker(sync="average", every=4).average_optimizer
@@ -158,7 +159,7 @@ class MultiWorker(Section):
     silence_seconds: _SilenceSeconds = 30.0
 
 
-class Pipeline(Section):
+class Pipeline(_StrategySection):
     """Stages of the model on several devices of this machine.
 
     >>> Pipeline(num_stages=2, num_microbatches=8).schedule
@@ -216,7 +217,7 @@ class Hybrid(Pipeline):
     )  # fmt: skip
 
 
-class TensorParallel(Section):
+class TensorParallel(_StrategySection):
     """Layers divided over several devices of this machine, or of each worker of a job.
 
     >>> TensorParallel(num_shards=2, layout={"dense.*kernel": ("none", "model")}).layout

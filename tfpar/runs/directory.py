@@ -16,7 +16,6 @@ from tfpar.files import atomic_file, json_file
 from tfpar.messages.received import excerpt
 from tfpar.runs import result_files
 
-_NOT_SET = "not set"
 _OF_FILES = ("run", "sha256")  # in results.json, next to the figures
 
 
@@ -69,6 +68,17 @@ class RunDirectory:
         self._recorded = ""  # the content of config.toml
         self._before: list[str] | None = None  # the files of the folder before the run; None if it did not exist
         self._created_above: list[Path] = []
+
+    def recorded(self) -> Path | None:
+        """Return the configuration of the run that the folder holds; None if it holds no run.
+
+        Raises:
+            ValueError: If it cannot be read.
+        """
+        if self._known_identity() is None or not self.config.is_file():
+            return None
+        self._load()
+        return self.config
 
     def claim(self, run: config.Run) -> None:
         """Take the folder for a run: create it, or resume its run if that trains the same weights.
@@ -303,13 +313,13 @@ class RunDirectory:
         there = self._load()
         differing = [
             f"{excerpt(key, 40)} is {excerpt(str(old), 40)} there and {excerpt(str(new), 40)} now"
-            for key, old, new in changes(there, run)
+            for key, old, new in config.changes(there, run)
             if config.changes_weights(key)
         ]
         if differing:
             raise ValueError(
                 f"{self.path} holds another configuration's run ({excerpt('; '.join(differing[:3]), 140)}). Choose "
-                f"another --directory, or repeat that run with --config {self.config}, or delete the folder."
+                f"another --directory, or resume that run with --directory {self.path} alone, or delete the folder."
             )
         return there
 
@@ -323,28 +333,3 @@ class RunDirectory:
             return config.load(self.config)
         except ValueError as error:
             raise ValueError(f"{self.config} cannot be read: {error} Choose another --directory.") from error
-
-
-def changes(old: config.Run, new: config.Run) -> list[tuple[str, Any, Any]]:
-    """Return the keys in which two runs differ, each with both values; "not set" where a table lacks a key.
-
-    Args:
-        old: A run.
-        new: Another run.
-
-    Example:
-        >>> changes(config.Run(), config.load(None, ["training.epochs=20"]))
-        [('training.epochs', 10, 20)]
-    """
-    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
-    pairs = [(key, before.get(key, _NOT_SET), after.get(key, _NOT_SET)) for key in {**before, **after}]
-    # By its text, NaN equals itself.
-    return [(key, one, other) for key, one, other in pairs if one != other and repr(one) != repr(other)]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    return [
-        pair
-        for key, value in tree.items()
-        for pair in (_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)])
-    ]

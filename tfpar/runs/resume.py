@@ -12,7 +12,7 @@ from tfpar.checkpoint import Position
 from tfpar.config import toml
 from tfpar.files import atomic_file, json_file
 from tfpar.reduction import objective
-from tfpar.runs.directory import RunDirectory, changes
+from tfpar.runs.directory import RunDirectory
 
 EPOCHS = "training.epochs"
 
@@ -66,14 +66,16 @@ def describe(run: config.Run, directory: RunDirectory, position: Position) -> st
         position: The position of its newest checkpoint.
     """
     where = f"Resuming after {_place(position)}"
-    changed = [] if directory.resumed is None else changes(directory.resumed, run)
+    changed = [] if directory.resumed is None else config.changes(directory.resumed, run)
     if changed:
-        where += ", with " + ", ".join(
-            f"{key} = {toml.show(new)} instead of {toml.show(old)}" for key, old, new in changed
-        )
+        where += ", with " + ", ".join(f"{key} = {_shown(new)} instead of {_shown(old)}" for key, old, new in changed)
     if position.stopped:
         where += "; a callback has ended the training there, so more epochs change nothing"
     return f"{where}."
+
+
+def _shown(value: Any) -> str:
+    return config.NOT_SET if value == config.NOT_SET else toml.show(value)
 
 
 def _place(position: Position) -> str:
