@@ -19,7 +19,7 @@ from tfpar.cluster import tf_config
 
 pytestmark = pytest.mark.multi_process
 
-WORDS = [*FLAGS, *STRIKING, *OF_A_JOB]
+WORDS = [*FLAGS, *STRIKING, *OF_A_JOB, *settings("callbacks.save_best=loss")]
 LATE_SECONDS = 3.0
 
 
@@ -75,6 +75,7 @@ def test_the_report_of_a_trainer_predicts_on_all_workers_and_is_printed_once(job
 def test_the_folder_has_the_files_of_one_process_and_no_others(job: Job, alone: Path) -> None:
     written = {path.name for path in (job.folder / "run").rglob("*")}
     assert written == {path.name for path in alone.rglob("*")}
+    assert "best.keras" in written
     assert {path.name for path in job.folder.iterdir()} >= {"run", "pid-1"}
 
 

@@ -234,10 +234,12 @@ def _training_problems(run: Run) -> Iterator[str]:
     if training.ema_overwrite_frequency and not training.ema_momentum:
         frequency = f"training.ema_overwrite_frequency = {training.ema_overwrite_frequency}"
         yield f"{frequency} needs a moving average: set training.ema_momentum, such as 0.99, or leave both out."
-    watched = callbacks.early_stopping_patience is not None or callbacks.reduce_learning_rate_patience is not None
-    if watched and callbacks.monitor.startswith("val_") and run.data.validation_split is None:
-        monitor = f"callbacks.monitor = {toml.show(callbacks.monitor)}"
-        yield f'{monitor} is not measured with data.validation_split = "none": set a split, or monitor "loss".'
+    for key, log in callbacks.watched_logs().items():
+        if log.startswith("val_") and run.data.validation_split is None:
+            yield (
+                f'callbacks.{key} = {toml.show(log)} is not measured with data.validation_split = "none": set a split, '
+                'or monitor "loss".'
+            )
     # Two places for one value would let one silently win.
     homes = {"learning_rate": "optimizer.learning_rate", "use_ema": "training.ema_momentum"}
     homes |= {key: f"training.{key}" for key in Training.model_fields}

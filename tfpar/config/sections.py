@@ -133,6 +133,11 @@ class Callbacks(Section):
         "auto",
         description='Whether a lower or a higher value of it is better; "auto" suits the loss and metrics of Keras.',
     )
+    save_best: OrNone[Text] = Field(
+        None,
+        description='The log, such as "val_accuracy", whose best epoch\'s model stays in best.keras.',
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
     tensorboard: bool = Field(
         True, description="Write TensorBoard logs into the run directory.", json_schema_extra=CHANGES_NO_WEIGHT
     )
@@ -146,3 +151,21 @@ class Callbacks(Section):
         description="Steps between two checks that all replicas hold equal weights.",
         json_schema_extra=CHANGES_NO_WEIGHT,
     )
+
+    def watched_logs(self) -> dict[str, str]:
+        """Return the logs that decide about improvement, by the settings that name them.
+
+        >>> Callbacks(save_best="val_accuracy").watched_logs()
+        {'save_best': 'val_accuracy'}
+        """
+        has_patience = self.early_stopping_patience is not None or self.reduce_learning_rate_patience is not None
+        watched = {"monitor": self.monitor} if has_patience else {}
+        return watched if self.save_best is None else {**watched, "save_best": self.save_best}
+
+    def mode_of(self, log: str) -> str:
+        """Return the direction of a log: `monitor_mode` is that of `monitor` alone.
+
+        >>> Callbacks(monitor_mode="min").mode_of("val_accuracy")
+        'auto'
+        """
+        return self.monitor_mode if log == self.monitor else "auto"

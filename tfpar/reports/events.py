@@ -16,7 +16,7 @@ from tfpar.files import atomic_file
 from tfpar.messages.received import MAX_SENTENCE, excerpt
 
 NAME = "events.jsonl"
-STARTED, RESUMED, NONFINITE = "started", "resumed", "nonfinite_loss"
+STARTED, RESUMED, NONFINITE, STOPPED_EARLY = "started", "resumed", "nonfinite_loss", "stopped_early"
 INTERRUPTED, FAILED, TRAINED = "interrupted", "failed", "trained"
 _BEGINS, _ENDS = (STARTED, RESUMED), (INTERRUPTED, FAILED, TRAINED)
 _MOST_BYTES = 16 << 20

@@ -29,6 +29,7 @@ _EVENTS = {
     events.STARTED: "started",
     events.RESUMED: "resumed",
     events.NONFINITE: "loss not finite",
+    events.STOPPED_EARLY: "stopped early",
     events.INTERRUPTED: "interrupted",
     events.FAILED: "failed",
     events.TRAINED: "trained to its end",
@@ -89,6 +90,8 @@ def headline(run: RecordedRun) -> dict[str, str]:
     epochs, steps = figures.get("epochs", figures.get("epoch")), figures.get("steps", figures.get("step"))
     if is_number(epochs) and is_number(steps):
         rows["trained"] = f"{counted(epochs, 'epoch')}, {counted(steps, 'step')}"
+    if is_number(figures.get("weights_of_epoch")):
+        rows["trained"] += f"; the weights are those of epoch {figures['weights_of_epoch']}"
     for name in pictures.metric_names(run):
         value, validation = (figures.get(one) for one in (name, f"val_{name}"))
         shown = [figure(value)] if is_number(value) else []

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import keras
 
 from tfpar import callbacks, config
+from tfpar.messages.number_format import counted
+from tfpar.runs.best_model import BestModel
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.log_names import log_names, may_have_direction
 from tfpar.runs.run_trainer import RunTrainer
@@ -25,6 +29,7 @@ def callbacks_from_settings(
         *_tensorboard(run.callbacks, directory, throughput),
         *_warmup(run),
         *_on_plateaus(run.callbacks),
+        *_best_model(run.callbacks, directory),
         *_replica_checks(run.callbacks),
     ]
 
@@ -56,6 +61,11 @@ def _on_plateaus(settings: config.Callbacks) -> list[keras.callbacks.Callback]:
     return found
 
 
+def _best_model(settings: config.Callbacks, directory: RunDirectory) -> list[keras.callbacks.Callback]:
+    log = settings.save_best
+    return [] if log is None else [BestModel(directory.best, log, settings.mode_of(log))]
+
+
 def _replica_checks(settings: config.Callbacks) -> list[keras.callbacks.Callback]:
     steps = settings.check_replicas_every_steps
     return [] if steps is None else [callbacks.ReplicaCheck(steps)]
@@ -71,27 +81,56 @@ def check_monitor(settings: config.Callbacks, trainer: RunTrainer) -> None:
     Raises:
         ValueError: If the metric is not measured, or "auto" does not know whether a lower or a higher value is better.
     """
-    if settings.early_stopping_patience is None and settings.reduce_learning_rate_patience is None:
-        return
     names = log_names(trainer.model)
-    if settings.monitor not in (names or ()):
-        _check_name(settings.monitor, names, trainer.validation_data is not None)
-    if settings.monitor_mode == "auto" and not may_have_direction(trainer.model, settings.monitor):
-        raise ValueError(
-            f'callbacks.monitor = "{settings.monitor}" is no metric of which Keras knows whether a lower or a higher '
-            'value is better: set callbacks.monitor_mode = "min" or "max".'
-        )
+    for key, log in settings.watched_logs().items():
+        if log not in (names or ()):
+            _check_name(key, log, names, trainer.validation_data is not None)
+        if settings.mode_of(log) == "auto" and not may_have_direction(trainer.model, log):
+            way_out = 'set callbacks.monitor_mode = "min" or "max"'
+            if log != settings.monitor:
+                way_out += f' with callbacks.monitor = "{log}"'
+            raise ValueError(
+                f'callbacks.{key} = "{log}" is no metric of which Keras knows whether a lower or a higher value is '
+                f"better: {way_out}."
+            )
 
 
-def _check_name(monitor: str, names: list[str] | None, is_validated: bool) -> None:
+def _check_name(key: str, monitor: str, names: list[str] | None, is_validated: bool) -> None:
     name = monitor.removeprefix("val_")
     if name != monitor and not is_validated:
         raise ValueError(
-            f'callbacks.monitor = "{monitor}" is not measured without validation data: monitor "{name}", or set a '
+            f'callbacks.{key} = "{monitor}" is not measured without validation data: monitor "{name}", or set a '
             "validation split."
         )
     if names is not None and name not in names:
         raise ValueError(
-            f'callbacks.monitor = "{monitor}" is no metric of this model. There are: '
+            f'callbacks.{key} = "{monitor}" is no metric of this model. There are: '
             f"{', '.join(f'{name}, val_{name}' for name in names)}."
         )
+
+
+def restored_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> int | None:
+    """Return the epoch, from 1, whose weights early stopping has restored after the training; None without it.
+
+    Args:
+        callbacks: Those of the training.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.EarlyStopping) and callback.best_weights is not None:
+            return int(callback.best_epoch) + 1
+    return None
+
+
+def early_stop(callbacks: Sequence[keras.callbacks.Callback]) -> str:
+    """Return in sentences when and why early stopping ended a training; "" where it did not.
+
+    Args:
+        callbacks: Those of the training.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.EarlyStopping) and callback.stopped_epoch > 0:
+            return (
+                f"Stopped after epoch {callback.stopped_epoch + 1}: {callback.monitor} has not improved for "
+                f"{counted(callback.wait, 'epoch')}. The model has the weights of epoch {restored_epoch(callbacks)}."
+            )
+    return ""

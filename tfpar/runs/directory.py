@@ -28,6 +28,7 @@ class RunDirectory:
         tensorboard/     logs for `tensorboard --logdir`
         checkpoints/     the newest few
         model.keras      the trained model
+        best.keras       the model of the best epoch, with callbacks.save_best
         results.json     at its end: metrics, speed, and the SHA-256 of model.keras and metrics.jsonl
         optimizer.json   the optimizer as it was built
         prediction.json  its predicted and measured step; plan.json has the ranked layouts, if it was planned
@@ -55,6 +56,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model.keras"
+        self.best = self.path / "best.keras"
         self.results = self.path / "results.json"
         self.trace = self.path / "pipeline.png"
         self.native_log = self.path / "tensorflow.log"

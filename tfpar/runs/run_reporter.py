@@ -79,6 +79,14 @@ class RunReporter:
         """
         self._phases = phases
 
+    def note_early_stop(self, sentences: str) -> None:
+        """Record that early stopping has ended the training.
+
+        Args:
+            sentences: When and why.
+        """
+        events.append(self._directory.path, events.STOPPED_EARLY, self._step, sentences)
+
     def end(self, kind: str, detail: str = "") -> None:
         """Record the end of a training, and write the report.
 

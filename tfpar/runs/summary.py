@@ -8,6 +8,7 @@ from typing import Any
 from tfpar.messages.number_format import LABEL_COLUMNS, counted, figure, line
 from tfpar.runs.directory import RunDirectory
 
+_COUNTS = ("epochs", "steps", "weights_of_epoch")
 _SPEED = ("examples_per_second", "step_milliseconds", "data_wait_share")
 
 
@@ -42,8 +43,10 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
         directory: Its folder.
         results: What `results.json` holds.
     """
-    metrics = {name: value for name, value in results.items() if name not in ("epochs", "steps", *_SPEED)}
+    metrics = {name: value for name, value in results.items() if name not in (*_COUNTS, *_SPEED)}
     rows = {"trained": f"{counted(results['epochs'], 'epoch')}, {counted(results['steps'], 'step')}"}
+    if "weights_of_epoch" in results:
+        rows["trained"] += f"; the weights are those of epoch {results['weights_of_epoch']}"
     for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
         if not name.startswith("val_"):
             validation = metrics.get(f"val_{name}")
@@ -55,6 +58,7 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
     logs = [directory.metrics, *([directory.tensorboard] if directory.tensorboard.exists() else [])]
     rows |= {
         "model": f"{directory.model}, for keras.models.load_model",
+        **({"best": str(directory.best)} if directory.best.exists() else {}),
         **({"report": str(directory.report)} if directory.report.exists() else {}),
         "logs": ", ".join(map(str, logs)),
         "state": str(directory.checkpoints),

@@ -24,7 +24,7 @@ from tfpar.messages.number_format import line
 from tfpar.reports import events
 from tfpar.reports.timelines import PipelineRecord
 from tfpar.runs import chosen_layout, header, pipeline_report, resume, run_data, summary
-from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor
+from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor, early_stop, restored_epoch
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
@@ -203,7 +203,10 @@ def _fit_and_save(
         _print_interruption(directory, trainer, watch.kept_in)
         reporter.end(events.INTERRUPTED)
         return False
-    results = _results(run, trainer, throughput, metrics_file)
+    results = _results(run, trainer, throughput, metrics_file, restored_epoch(asked_for))
+    if trainer.strategy.is_chief and (stop := early_stop(asked_for)):
+        print(f"\n{line('', stop, 0)}")
+        reporter.note_early_stop(stop)
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
             _save(directory, trainer, results, reporter, prediction, phases)
@@ -313,17 +316,24 @@ def _num_updates(trainer: RunTrainer) -> int:
 
 
 def _results(
-    run: config.Run, trainer: RunTrainer, throughput: callbacks.Throughput, metrics_file: callbacks.MetricsFile
+    run: config.Run,
+    trainer: RunTrainer,
+    throughput: callbacks.Throughput,
+    metrics_file: callbacks.MetricsFile,
+    restored: int | None,
 ) -> dict[str, float]:
-    """Return the metrics of the model as it is saved: the last epoch's are of other weights after an early stop."""
+    """Return the metrics of the model as it is saved: those of an earlier epoch if its weights are restored."""
     logs = {}
     if trainer.validation_data is not None:  # on all workers
         logs = trainer.evaluate(run_data.validation_batches(run, trainer), verbose=0, return_dict=True)
     if not trainer.strategy.is_chief:
         return {}
-    last = dict(metrics_file.entries[-1])
-    speed = {name: last.pop(name) for name in callbacks.FIGURES if name in last}
-    results = {"epochs": last.pop("epoch"), "steps": _num_updates(trainer)}
-    results |= {name: value for name, value in last.items() if name != "step" and not name.startswith("val_")}
+    last = metrics_file.entries[-1]
+    results = {"epochs": last["epoch"], "steps": _num_updates(trainer)}
+    saved = next((entry for entry in metrics_file.entries if entry["epoch"] == restored), last)
+    if saved is not last:
+        results["weights_of_epoch"] = saved["epoch"]
+    others = ("epoch", "step", *callbacks.FIGURES)
+    results |= {name: value for name, value in saved.items() if name not in others and not name.startswith("val_")}
     results |= {f"val_{name}": value for name, value in logs.items()}
-    return results | speed | throughput.summary
+    return results | {name: last[name] for name in callbacks.FIGURES if name in last} | throughput.summary
