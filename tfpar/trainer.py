@@ -238,10 +238,8 @@ class Trainer:
             self._preparation.validation(
                 validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, callback_list
             ),
-            checkpoints,
-            lambda: self.interrupted,
-            nonfinite_loss,
-        )
+            checkpoints, lambda: self.interrupted, nonfinite_loss, self.seed, verbose != 0,
+        )  # fmt: skip
         with checkpoints or contextlib.nullcontext():
             logs = fit_loop.run(initial_epoch, epochs)
         epoch_iterator.close()

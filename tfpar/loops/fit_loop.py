@@ -18,7 +18,7 @@ import numpy as np
 from tfpar import data
 from tfpar._compat import keras_metrics, keras_model
 from tfpar.checkpoint import Checkpoints, Position, callback_state
-from tfpar.loops import learning_rates
+from tfpar.loops import learning_rates, resumption
 from tfpar.loops.initial_state import broadcast_initial_state
 from tfpar.loops.resumed_data import check_position, with_data
 from tfpar.loops.step_calls import NonfiniteStep, StepCalls
@@ -29,6 +29,7 @@ from tfpar.messages.whole_numbers import check_whole_number
 NonfiniteLoss = Literal["stop", "continue"]
 _CHECKPOINT = "Writing a checkpoint"
 _EPOCH_BEGIN = "epoch_begin"  # in a checkpoint, next to the state of callbacks
+_BEGAN = "began"  # in a checkpoint: the seed and the learning rates with which the run began
 _CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 
@@ -61,6 +62,8 @@ class FitLoop:
         interrupted: Returns whether this worker was interrupted.
         nonfinite_loss: "stop" raises after a step, or a validation, with a loss that is not finite; "continue" trains
             on as Keras does.
+        seed: The seed of the program, compared with that of the run which it resumes.
+        verbose: Whether to print where the run resumes.
 
     Raises:
         ValueError: If `nonfinite_loss` is something else.
@@ -73,6 +76,8 @@ class FitLoop:
         checkpoints: Checkpoints | None,
         interrupted: Callable[[], bool],
         nonfinite_loss: NonfiniteLoss = "stop",
+        seed: int | None = None,
+        verbose: bool = False,
     ) -> None:
         if nonfinite_loss not in ("stop", "continue"):
             raise ValueError(f"nonfinite_loss must be 'stop' or 'continue', received {nonfinite_loss!r}.")
@@ -95,6 +100,8 @@ class FitLoop:
         self._initial_callbacks: dict[str, Any] = {}
         self._resumed_rates: dict[str, learning_rates.Rates] = {}
         self._epoch_begin = learning_rates.EpochBegin(self._model, self._strategy)
+        self._began = {"seed": seed, "rates": learning_rates.read(self._model)}
+        self._verbose = verbose
 
     def run(self, initial_epoch: int, epochs: int) -> dict[str, float]:
         """Train until `epochs`, a callback's stop or an interruption.
@@ -104,7 +111,7 @@ class FitLoop:
         """
         check_whole_number("initial_epoch", initial_epoch)
         self._callbacks.on_train_begin()
-        self._resume(initial_epoch)
+        self._resume(initial_epoch, epochs)
         logs: dict[str, float] = {}
         while self._position.epoch < epochs and not self._position.stopped and not self.was_interrupted:
             epoch = self._position.epoch
@@ -124,14 +131,23 @@ class FitLoop:
                 self._checkpoints.wait()
         return logs
 
-    def _resume(self, initial_epoch: int) -> None:
+    def _resume(self, initial_epoch: int, epochs: int) -> None:
         self._initial_callbacks = callback_state.remembered(self._callbacks.callbacks)
         fresh = Position(epoch=keras_model.restored_epoch(self._model) or initial_epoch)
         self._position, callbacks = broadcast_initial_state(self._model, self._strategy, self._checkpoints, fresh)
         callback_state.restore(self._callbacks.callbacks, callbacks)
         self._resumed_rates = callbacks.get(_EPOCH_BEGIN, {})
+        if self._checkpoints is not None and self._position != fresh:
+            self._note_resumption(callbacks.get(_BEGAN, {}), epochs, self._checkpoints)
         check_position(self._position, self._epoch_iterator)
         self._epoch_iterator.seek(self._position.passes, self._position.batches)
+
+    def _note_resumption(self, began: dict[str, Any], epochs: int, checkpoints: Checkpoints) -> None:
+        if self._strategy.is_chief:
+            resumption.warn_of_ignored(began, self._began, learning_rates.read(self._model))
+            if self._verbose:
+                print(resumption.describe(self._position, epochs, checkpoints.directory), flush=True)
+        self._began |= began
 
     def _decide(self, may_save: bool) -> Vote:
         """Combine the votes of all workers on the next call."""
@@ -196,7 +212,7 @@ class FitLoop:
                 state = callback_state.changed(
                     callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
                 )
-                state[_EPOCH_BEGIN] = self._epoch_begin.rates
+                state |= {_EPOCH_BEGIN: self._epoch_begin.rates, _BEGAN: self._began}
                 self._checkpoints.save(self._model, with_data(self._position, self._epoch_iterator), state, parts)
 
 

@@ -47,9 +47,9 @@ class EpochBegin:
         Args:
             hooks: Calls them.
         """
-        before = self._read()
+        before = read(self._model)
         hooks()
-        self.rates = {"before": before, "after": self._read()}
+        self.rates = {"before": before, "after": read(self._model)}
 
     def call_again(self, hooks: Callable[[], None], rates: Mapping[str, Rates]) -> None:
         """Call the hooks of an epoch that is resumed.
@@ -58,7 +58,7 @@ class EpochBegin:
             hooks: Calls them.
             rates: Those of the interrupted run; empty in checkpoints of older versions.
         """
-        of_checkpoint = self._read()
+        of_checkpoint = read(self._model)
         weights = dict(model_state.read_weights(self._model))
         self._assign(rates.get("before", {}))
         self.call(hooks)
@@ -69,13 +69,19 @@ class EpochBegin:
             if not np.array_equal(array, weights[name]):
                 self._strategy.assign(variables[name], weights[name])
 
-    def _read(self) -> Rates:
-        return {name: float(rate.numpy()) for name, rate in _variables(self._model).items()}
-
     def _assign(self, rates: Rates) -> None:
         variables = _variables(self._model)
         for name in variables.keys() & rates.keys():
             self._strategy.assign(variables[name], rates[name])
+
+
+def read(model: keras.Model) -> Rates:
+    """Return the learning rates of a model's optimizers by the names of their variables.
+
+    Args:
+        model: A compiled model.
+    """
+    return {name: float(rate.numpy()) for name, rate in _variables(model).items()}
 
 
 def check_equal(model: keras.Model, strategy: Strategy) -> None:

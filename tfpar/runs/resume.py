@@ -11,6 +11,7 @@ from tfpar import config
 from tfpar.checkpoint import Position
 from tfpar.config import toml
 from tfpar.files import atomic_file, json_file
+from tfpar.loops.resumption import place
 from tfpar.reduction import objective
 from tfpar.runs.directory import RunDirectory
 
@@ -41,7 +42,7 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
         return
     if (num_begun := position.epoch + bool(position.step)) > new:
         raise ValueError(
-            f"{EPOCHS} = {new} is less than the epochs already trained in {directory.path}: {_place(position)}. Set it "
+            f"{EPOCHS} = {new} is less than the epochs already trained in {directory.path}: {place(position)}. Set it "
             f"to at least {num_begun}, or choose another --directory."
         )
     if recorded is None:
@@ -65,7 +66,7 @@ def describe(run: config.Run, directory: RunDirectory, position: Position) -> st
         directory: Its folder, claimed.
         position: The position of its newest checkpoint.
     """
-    where = f"Resuming after {_place(position)}"
+    where = f"Resuming after {place(position)}"
     changed = [] if directory.resumed is None else config.changes(directory.resumed, run)
     if changed:
         where += ", with " + ", ".join(f"{key} = {_shown(new)} instead of {_shown(old)}" for key, old, new in changed)
@@ -76,10 +77,6 @@ def describe(run: config.Run, directory: RunDirectory, position: Position) -> st
 
 def _shown(value: Any) -> str:
     return config.NOT_SET if value == config.NOT_SET else toml.show(value)
-
-
-def _place(position: Position) -> str:
-    return f"epoch {position.epoch}" + (f" and {position.step} steps of the next" if position.step else "")
 
 
 def optimizer_settings(model: keras.Model) -> str:
