@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tfpar.checks.doctor import doctor
     from tfpar.cluster import use_logical_cpus
     from tfpar.drop_in import evaluate, fit, predict
-    from tfpar.interruption import interruptible
     from tfpar.parity import check_parity
     from tfpar.planning.planner import plan
     from tfpar.reduction.objective import Objective
@@ -59,7 +58,6 @@ _HOMES = {
     "evaluate": "drop_in",
     "fit": "drop_in",
     "gather": "reduction.whole_batch",
-    "interruptible": "interruption",
     "plan": "planning.planner",
     "predict": "drop_in",
     "use_logical_cpus": "cluster",
@@ -88,7 +86,6 @@ __all__ = [
     "evaluate",
     "fit",
     "gather",
-    "interruptible",
     "plan",
     "predict",
     "use_logical_cpus",

@@ -1,15 +1,22 @@
-"""Interrupts by Ctrl-C and SIGTERM: training stops after its step, with a checkpoint."""
+"""Ctrl-C and SIGTERM: training stops after its step, with a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator
+from typing import Any, NoReturn, Protocol
+
+from tfpar.commands.start_up import INTERRUPTED
 
 REPEATED_SECONDS = 0.5
+_DEFAULTS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
 
 
 class Interruptible(Protocol):
@@ -19,8 +26,22 @@ class Interruptible(Protocol):
         """Stop after the current step."""
 
 
+def unhandled() -> list[signal.Signals]:
+    """Return those of SIGINT and SIGTERM for which the program has no handler; none outside of the main thread.
+
+    Example:
+        >>> signal.SIGTERM in unhandled()
+        True
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number, default in _DEFAULTS.items() if signal.getsignal(number) is default]
+
+
 @contextlib.contextmanager
-def interruptible(trainer: Interruptible) -> Iterator[None]:
+def interruptible(
+    trainer: Interruptible, numbers: Collection[signal.Signals] = tuple(_DEFAULTS)
+) -> Iterator[list[int]]:
     """Stop `fit` after its step, with a checkpoint, on Ctrl-C or SIGTERM; stop at once on a second Ctrl-C.
 
     A signal to one of several workers stops all of them after the same step. SIGTERM may arrive several times: batch
@@ -29,26 +50,46 @@ def interruptible(trainer: Interruptible) -> Iterator[None]:
 
     Args:
         trainer: The trainer. After the context, its attribute `interrupted` tells whether it was interrupted.
+        numbers: The signals.
+
+    Returns:
+        The signals that this process has received.
 
     Example:
-        >>> with tfpar.interruptible(trainer):
+        >>> with interruptible(trainer):
         ...     trainer.fit(dataset, epochs=5, checkpoints=tfpar.Checkpoints("checkpoints"))
-        >>> if trainer.interrupted:
-        ...     raise SystemExit(130)
     """
-    times: list[float] = []
+    signals: list[int] = []
+    first_seconds = 0.0
 
     def stop(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and times and time.monotonic() - times[0] > REPEATED_SECONDS:
+        nonlocal first_seconds
+        if number == signal.SIGINT and signals and time.monotonic() - first_seconds > REPEATED_SECONDS:
             raise KeyboardInterrupt
-        if not times:
+        if not signals:
             print("\nStopping after this step; press Ctrl-C again to stop at once.", file=sys.stderr)
-            times.append(time.monotonic())
+            first_seconds = time.monotonic()
+        signals.append(number)
         trainer.interrupt()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end(signals: Collection[int]) -> NoReturn:
+    """End an interrupted `fit` whose checkpoint is written, as Python would have ended it.
+
+    Args:
+        signals: The signals that this process has received; none if another worker has.
+
+    Raises:
+        KeyboardInterrupt: After Ctrl-C.
+        SystemExit: With code 130, after SIGTERM or a signal to another worker.
+    """
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    raise SystemExit(INTERRUPTED)

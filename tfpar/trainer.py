@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfpar import data, strategies
+from tfpar import data, interruption, strategies
 from tfpar._compat import keras_metrics
 from tfpar.checkpoint import Checkpoints
 from tfpar.files import atomic_file
@@ -133,10 +133,8 @@ class Trainer:
         """Return one line with the model, the optimizer, the number of steps and the strategy."""
         model, optimizer = self.model, self.model.optimizer
         parameters = f"{model.count_params():,} parameters" if model.built else "parameters not yet counted"
-        trained = ""
-        if optimizer is not None:
-            trained = f", {type(optimizer).__name__}, step {int(optimizer.iterations.numpy()):,}"
-        return f"<Trainer of {model.name!r}, {parameters}{trained}, on {self.strategy.describe()}>"
+        step = "" if optimizer is None else f", {type(optimizer).__name__}, step {int(optimizer.iterations.numpy()):,}"
+        return f"<Trainer of {model.name!r}, {parameters}{step}, on {self.strategy.describe()}>"
 
     def compile(self, *arguments: Any, **settings: Any) -> None:
         """Compile the model with another optimizer, loss or metrics, as `keras.Model.compile` does.
@@ -204,7 +202,7 @@ class Trainer:
             validation_batch_size: Global batch of arrays in validation; None for `batch_size`.
             validation_freq: Epochs from one validation to the next, or the epochs to validate after.
             steps_per_call: Steps per call of the compiled loop; None for calls of about a tenth of a second.
-            checkpoints: Where to write checkpoints; training resumes from the last one if there is any.
+            checkpoints: Where to write checkpoints, also on Ctrl-C; training resumes from the last one if there is any.
             nonfinite_loss: "stop" raises after a step, or a validation, with a loss that is not finite; "continue"
                 trains with it, as Keras does.
 
@@ -215,6 +213,7 @@ class Trainer:
             ValueError: If the data do not have the shapes of the model, the strategy cannot train the model with
                 parity, or the model is not compiled.
             FloatingPointError: If the loss is not finite; the message names the step.
+            KeyboardInterrupt, SystemExit: After Ctrl-C; after SIGTERM, or on a worker where another one was stopped.
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch, "steps_per_epoch")
         equal_workers.check_fit(
@@ -240,15 +239,18 @@ class Trainer:
             ),
             checkpoints, lambda: self.interrupted, nonfinite_loss, self.seed, verbose != 0,
         )  # fmt: skip
-        with checkpoints or contextlib.nullcontext():
+        unhandled = interruption.unhandled() if checkpoints else []
+        with checkpoints or contextlib.nullcontext(), interruption.interruptible(self, unhandled) as signals:
             logs = fit_loop.run(initial_epoch, epochs)
         epoch_iterator.close()
         self.interrupted = fit_loop.was_interrupted
         if not self.interrupted and epochs > 0:
             self.strategy.finalize_weights(self.model)
         callback_list.on_train_end(logs)
-        callback_list.errors.vote()
+        (is_signalled,) = callback_list.errors.vote([float(bool(signals))])
         equal_workers.check_weights(self.strategy, self.model)
+        if is_signalled:
+            interruption.end(signals)
         return self.model.history
 
     def _reused_source(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:

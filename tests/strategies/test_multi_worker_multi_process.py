@@ -223,6 +223,11 @@ def test_an_interruption_of_one_worker_stops_all_with_a_checkpoint(job: workers.
     assert [path.name for path in (job.folder / "interrupted").iterdir()] == ["step-00000013.npz"]
 
 
+def test_a_signal_to_one_worker_ends_all_at_the_same_step_with_a_checkpoint(job: workers.Workers) -> None:
+    assert results_of(job, "signalled_on_worker_1") == [(130, 4), (130, 4)]
+    assert [path.name for path in (job.folder / "signalled").iterdir()] == ["step-00000004.npz"]
+
+
 def test_one_device_resumes_from_the_workers_checkpoint(job: workers.Workers) -> None:
     results_of(job, "interrupted_on_worker_1")
     resumed, undisturbed = (tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0) for _ in range(2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,20 @@ class Functions:
         checkpoints = tfpar.Checkpoints(self._chiefs_only("interrupted"), every_seconds=1000)
         result = trained(trainer, small.shuffled(), epochs=3, callbacks=[callback], checkpoints=checkpoints)
         return result, trainer.interrupted
+
+    def signalled_on_worker_1(self) -> Any:
+        """Return the code with which each worker ends after SIGTERM to worker 1, and its steps."""
+        trainer = self._small.initial()
+
+        def send(batch: int, logs: Any) -> None:
+            if RANK == 1 and batch == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        checkpoints = tfpar.Checkpoints(self._chiefs_only("signalled"), every_seconds=1000)
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=send)
+        with pytest.raises(SystemExit) as raised:
+            trainer.fit(small.data(), verbose=0, callbacks=[callback], checkpoints=checkpoints)
+        return raised.value.code, int(trainer.model.optimizer.iterations.numpy())
 
     def with_few_and_many_checkpoints(self) -> Any:
         """Train uninterrupted, with a checkpoint after each call, and interrupted and resumed."""

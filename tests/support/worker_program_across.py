@@ -93,9 +93,12 @@ def lost(strategy: tfpar.Strategy, file: Path) -> None:
 def stopped(strategy: tfpar.Strategy, file: Path) -> bool:
     """Train until a worker gets SIGTERM; return whether training was interrupted."""
     trainer = tfpar.Trainer(wide, strategy, seed=0)
-    with tfpar.interruptible(trainer):
-        trainer.fit(small.data(), epochs=10_000, verbose=0, callbacks=[NotesEnds(file)])
-    return trainer.interrupted
+    checkpoints = tfpar.Checkpoints(file.with_name("stopped"), every_seconds=1000)
+    try:
+        trainer.fit(small.data(), epochs=10_000, verbose=0, callbacks=[NotesEnds(file)], checkpoints=checkpoints)
+    except SystemExit as ending:
+        return ending.code == 130 and trainer.interrupted
+    return False
 
 
 def main() -> None:
