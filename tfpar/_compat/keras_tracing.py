@@ -14,10 +14,9 @@ The threads of Keras share the patched classes: nothing else may call layers mea
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import keras
@@ -30,44 +29,32 @@ from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.ops.core import ConvertToTensor
 
-from tfpar._compat import keras_model, versions
+from tfpar._compat import keras_blocks, keras_model, versions
 from tfpar._compat.keras_loss_operations import AddedLoss, ReducedLoss
+from tfpar._compat.keras_recorded import Frame, Recorded, Symbolic, is_alike, training_in_context
 
 
-class Recorded(NamedTuple):
-    """One operation that a model applied to symbolic tensors.
-
-    Args:
-        operation: A layer, or an operation of `keras.ops`.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments, without `training`.
-        outputs: Its symbolic outputs, flat.
-        path: Names of the models around it, without the outermost, and its own.
-        training: The argument `training` of a layer; None if it receives none, and for an operation.
-        autocast_dtype: The dtype to which weights are cast when an operation reads them; None for no cast.
-    """
-
-    operation: keras.Operation
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[keras.KerasTensor, ...]
-    path: tuple[str, ...]
-    training: bool | None
-    autocast_dtype: str | None
-
-
-def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
+def record(
+    model: keras.Model,
+    inputs: Any,
+    training: bool,
+    opens: Callable[[keras.Layer], bool] | None = None,
+    *,
+    symbolic_sizes: bool = False,
+) -> tuple[list[Recorded], Any]:
     """Run a built model on symbolic tensors and return its operations, in order, and its outputs.
 
     Args:
         model: Its inner models are opened where they can be run so; another counts as one operation.
         inputs: Symbolic tensors, in the structure of the model's first argument.
         training: Whether the model trains: the argument `training`, if the model's call takes it.
+        opens: Whether a layer with inner layers is opened as a model is; None for none.
+        symbolic_sizes: Whether a layer that is opened may read unknown sizes, of which operations are then recorded.
 
     Raises:
         Exception: Whatever the model's own `call` raises on symbolic tensors.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, opens or (lambda layer: False), symbolic_sizes)
     with recorder.listening():
         outputs = model(inputs, **keras_model.training_argument(model, training))
     return recorder.calls, outputs
@@ -86,19 +73,11 @@ def recorded_call(operation: keras.Operation) -> Callable[..., Any]:
     return functools.partial(method, operation)
 
 
-@dataclasses.dataclass
-class _Frame:
-    """A layer that is being called."""
-
-    kwargs: dict[str, Any]
-    training: bool | None = None
-    opened: bool = False
-
-
 class _Recorder:
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
-        self._frames: list[_Frame] = []
+    def __init__(self, model: keras.Model, opens: Callable[[keras.Layer], bool], symbolic_sizes: bool) -> None:
+        self._model, self._opens, self._symbolic_sizes = model, opens, symbolic_sizes
+        self._blocks: list[keras.Layer] = []
+        self._frames: list[Frame] = []
         self._path: list[str] = []
         self._is_inside = False  # of a layer or operation that is not opened
         self._constants: dict[int, tuple[keras.KerasTensor, Any]] = {}  # by the `id` of their placeholder
@@ -119,7 +98,7 @@ class _Recorder:
             (Variable, "assign", method(self._assign)),
             # No nodes are added to the layers' own lists.
             (layer_module, "Node", lambda **_: None),
-            (keras_tensor, "KerasTensor", _Symbolic("Symbolic", (), {"recorder": self})),
+            (keras_tensor, "KerasTensor", Symbolic("Symbolic", (), {"is_symbolic": self.is_symbolic})),
         ]
         self._originals = {name: getattr(owner, name) for owner, name, _ in replaced if owner is not keras.Operation}
         with contextlib.ExitStack() as stack:
@@ -128,6 +107,8 @@ class _Recorder:
             if keras.config.is_traceback_filtering_enabled():  # otherwise Keras adds pages of text to every message
                 keras.config.disable_traceback_filtering()
                 stack.callback(keras.config.enable_traceback_filtering)
+            if self._symbolic_sizes:
+                stack.enter_context(keras_blocks.recording_sizes(self._is_in_block, self._apply))
             yield
 
     def is_symbolic(self, leaf: Any) -> bool:
@@ -141,7 +122,7 @@ class _Recorder:
         given_args, given_kwargs = args, dict(kwargs)
         if not any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))):
             args, kwargs = keras.tree.map_structure(self._as_symbolic, (args, kwargs))
-        frame = _Frame(given_kwargs)
+        frame = Frame(given_kwargs)
         self._frames.append(frame)
         try:
             outputs = call(layer, *args, **kwargs)
@@ -149,32 +130,55 @@ class _Recorder:
             self._frames.pop()
         if not frame.opened:
             self._append(layer, given_args, given_kwargs, outputs, frame.training)
+        return self._with_masks(outputs) if frame.is_block else outputs
+
+    def _with_masks(self, outputs: Any) -> Any:
+        """Record the masks that a block hangs on its outputs."""
+
+        def with_mask(output: Any) -> Any:
+            mask = backend.get_keras_mask(output)
+            return output if mask is None else self._apply(keras_blocks.WithMask(), output, mask)
+
+        return keras.tree.map_structure(with_mask, outputs)
+
+    def _is_in_block(self) -> bool:
+        return bool(self._blocks) and not self._is_inside
+
+    def _apply(self, operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
+        """Record an operation of our own."""
+        with self._inside():
+            outputs = operation.compute_output_spec(*args, **kwargs)
+        self._append(operation, args, kwargs, outputs, None)
         return outputs
 
     def _call_symbolic(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         frame = self._frames[-1]
-        frame.training = _training_in_context()
+        frame.training = training_in_context()
         if layer is self._model:
             frame.opened = True
             return layer.call(*args, **kwargs)
-        if not self._is_inside and _can_open(layer, frame.kwargs):
-            num_calls = len(self.calls)
+        is_block = not self._is_inside and self._opens(layer)
+        if is_block or (not self._is_inside and _can_open(layer, frame.kwargs)):
+            num_calls, blocks = len(self.calls), self._blocks
             self._path.append(layer.name)
+            self._blocks = [*blocks, *[layer] * is_block]
             try:
                 outputs = layer.call(*args, **kwargs)
                 made = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
                 if made and all(isinstance(leaf, keras.KerasTensor) for leaf in made):
-                    frame.opened = True
+                    frame.opened, frame.is_block = True, is_block
                     return outputs
             except Exception:  # its `call` cannot be read, so it stays one operation
                 pass
             finally:
                 self._path.pop()
+                self._blocks = blocks
             del self.calls[num_calls:]
         with self._inside():
-            outputs = layer.compute_output_spec(*args, **kwargs)
+            outputs = self._spec(layer, args, kwargs)
             keras_model.leave_training_of(layer, args, kwargs)
-            return outputs
+        keras_blocks.change_masks(layer, args, kwargs, outputs)
+        return outputs
 
     def _operate(self, operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
         sizes = getattr(operation, "shape", getattr(operation, "newshape", None))
@@ -182,13 +186,24 @@ class _Recorder:
             raise ValueError(
                 f"it passes the size of the batch to {operation.name!r}, and micro-batches have other sizes"
             )
+        if self._blocks and any(map(callable, keras.tree.flatten((vars(operation), args, kwargs)))):
+            raise ValueError(f"it passes a function to {operation.name!r}, which may read symbolic tensors")
         with self._inside():
-            outputs = operation.compute_output_spec(*args, **kwargs)
-        if isinstance(operation, ConvertToTensor) and _is_alike(args[0], outputs):
+            outputs = self._spec(operation, args, kwargs)
+        if isinstance(operation, ConvertToTensor) and is_alike(args[0], outputs):
             return args[0]  # with its mask
         if not self._is_inside:
             self._append(operation, args, kwargs, outputs, None)
         return outputs
+
+    def _spec(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Return symbolic outputs; in a block also those that Keras refuses to infer, such as of a slice with None."""
+        try:
+            return operation.compute_output_spec(*args, **kwargs)
+        except Exception:
+            if not self._blocks:
+                raise
+            return backend.compute_output_spec(operation.call, *args, **kwargs)
 
     def _add_loss(self, layer: keras.Layer, loss: Any) -> None:
         if self._is_inside:
@@ -242,27 +257,8 @@ class _Recorder:
         named = {name: value for name, value in kwargs.items() if name != "training" or not is_layer}
         args, named = keras.tree.map_structure(self._given, (args, named))
         path = (*self._path, operation.name)
-        self.calls.append(Recorded(operation, args, named, made, path, training, scope and scope.dtype))
-
-
-class _Symbolic(type):
-    """Stands in for the class that `any_symbolic_tensors` asks for."""
-
-    recorder: _Recorder
-
-    def __instancecheck__(cls, leaf: Any) -> bool:
-        return cls.recorder.is_symbolic(leaf)
-
-
-def _is_alike(given: Any, made: keras.KerasTensor) -> bool:
-    return isinstance(given, keras.KerasTensor) and all(
-        getattr(given, name) == getattr(made, name) for name in ("dtype", "sparse", "ragged")
-    )
-
-
-def _training_in_context() -> bool | None:
-    context = global_state.get_global_attribute("current_call_ctx")
-    return None if context is None else context.get_value("training")
+        blocks = tuple(self._blocks)
+        self.calls.append(Recorded(operation, args, named, made, path, training, scope and scope.dtype, blocks))
 
 
 def _can_open(layer: keras.Layer, kwargs: dict[str, Any]) -> bool:

@@ -89,8 +89,8 @@ class Graph:
         inputs: The flat inputs of the model.
         calls: The layer calls in order.
         outputs: The outputs of the model, in its structure.
-        reading: The symbolic inputs that were traced and a description of their operations, for a model whose `call`
-            may trace otherwise later; None for another.
+        reading: The symbolic inputs that were traced, a description of their operations and the opened blocks, for a
+            model whose `call` may trace otherwise later; None for another.
 
     Example:
         >>> image = Value("image", (None, 4), "float32")
@@ -101,7 +101,7 @@ class Graph:
     inputs: tuple[Value, ...]
     calls: tuple[Call, ...]
     outputs: Any
-    reading: tuple[Any, list[Any]] | None = None
+    reading: tuple[Any, list[Any], Any] | None = None
 
 
 # What a layer call may return besides tensors: no values of the graph, but constants in the arguments of later calls.

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from tfpar._compat import keras_loss_operations
-from tfpar._compat.keras_tracing import Recorded
+from tfpar._compat.keras_recorded import Recorded
 from tfpar.pipeline.graph.ir import Call, Graph, Value
 
 

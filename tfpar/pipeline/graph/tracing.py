@@ -14,16 +14,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_model, keras_tracing, random_state, tf_function
-from tfpar._compat.keras_tracing import Recorded
+from tfpar._compat import keras_blocks, keras_losses, keras_model, keras_tracing, random_state, tf_function
+from tfpar._compat.keras_recorded import Recorded
 from tfpar.messages.reasons import message_of
 from tfpar.messages.users_code import users_place
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run
@@ -32,7 +33,9 @@ from tfpar.pipeline.graph.topological_order import build_graph
 __all__ = ["Call", "Graph", "Value", "build", "check_unchanged", "run", "standardize", "trace"]
 
 
-def trace(model: keras.Model, input_specs: Any = None) -> Graph:
+def trace(
+    model: keras.Model, input_specs: Any = None, *, opens_blocks: bool = False, symbolic_sizes: bool = False
+) -> Graph:
     """Trace a model, with its nested models.
 
     Args:
@@ -40,6 +43,12 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
         input_specs: Objects with `shape` and `dtype` for the inputs, the examples first, in the structure of the
             model's inputs. Needed for models without declared inputs; in other models they set the unknown dimensions,
             and None marks an absent optional input.
+        opens_blocks: Whether the layer calls inside of a layer of a user or of KerasHub, such as a transformer block,
+            take the place of its call, where its `call` can be traced and is the same in training and in inference.
+            Unknown dimensions then stay unknown, because a block may read them, and without declared inputs, whose
+            sizes are those of the first batch, blocks stay whole.
+        symbolic_sizes: Whether a block may read the size of its batch, or another unknown dimension, as a value of the
+            graph; else it stays whole.
 
     Returns:
         The graph. It shares the layers of the model.
@@ -58,17 +67,58 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
             "compute_mask or activity_regularizer; move it into a last layer of the model."
         )
     build(model, input_specs)
-    inputs = _symbolic_inputs(model, input_specs)
-    recorded, outputs = _record(model, inputs, training=True)
-    if not any(
+    inputs = _symbolic_inputs(model, input_specs, keeps_unknown=opens_blocks)
+    blocks = _Blocks(opens_blocks and keras_tracing.declared_inputs(model) is not None, symbolic_sizes)
+    recorded, outputs = _record(model, inputs, training=True, blocks=blocks)
+    if not any(one.blocks for one in recorded) and not any(
         isinstance(layer, keras.Model) and keras_tracing.has_own_call(layer) for layer in keras_model.all_layers(model)
     ):
         return build_graph(inputs, recorded, [(True, False)] * len(recorded), outputs)
-    inference = _record(model, inputs, training=False)
+    inference = _record(model, inputs, training=False, blocks=blocks)
+    while blocks.close(_differing(inputs, (recorded, outputs), inference)):
+        recorded, outputs = _record(model, inputs, training=True, blocks=blocks)
+        inference = _record(model, inputs, training=False, blocks=blocks)
     _check_same_calls(model, inputs, (recorded, outputs), inference)
     training_arguments = [(one.training, other.training) for one, other in zip(recorded, inference[0], strict=True)]
     graph = build_graph(inputs, recorded, training_arguments, outputs)
-    return dataclasses.replace(graph, reading=(inputs, _descriptions(inputs, recorded, outputs)))
+    return dataclasses.replace(graph, reading=(inputs, _descriptions(inputs, recorded, outputs), blocks))
+
+
+@dataclasses.dataclass
+class _Blocks:
+    """The layers with inner layers that are opened: all blocks, but for those of some classes.
+
+    Args:
+        are_opened: Whether any is.
+        symbolic_sizes: As for `trace`.
+    """
+
+    are_opened: bool
+    symbolic_sizes: bool
+    _whole: set[type] = dataclasses.field(default_factory=set)
+
+    def opens(self, layer: keras.Layer) -> bool:
+        return self.are_opened and type(layer) not in self._whole and keras_blocks.is_block(layer)
+
+    def close(self, blocks: Iterable[keras.Layer]) -> bool:
+        """Leave blocks whole from now on, with all of their classes; return whether there are any."""
+        classes = set(map(type, blocks))
+        self._whole |= classes
+        return bool(classes)
+
+
+def _differing(
+    inputs: Any, training: tuple[Sequence[Recorded], Any], inference: tuple[Sequence[Recorded], Any]
+) -> list[keras.Layer]:
+    """Return the blocks whose operations in training first differ from those in inference; else, all blocks."""
+    one, other = _descriptions(inputs, *training), _descriptions(inputs, *inference)
+    if one == other:
+        return []
+    pairs = enumerate(itertools.zip_longest(one[:-1], other[:-1]))
+    first = next((index for index, (left, right) in pairs if left != right), len(one))
+    calls = [*training[0][first : first + 1], *inference[0][first : first + 1]]
+    here = [block for call in calls for block in call.blocks[-1:]]
+    return here or [block for call in (*training[0], *inference[0]) for block in call.blocks]
 
 
 def check_unchanged(model: keras.Model, graph: Graph) -> None:
@@ -90,9 +140,9 @@ def check_unchanged(model: keras.Model, graph: Graph) -> None:
     """
     if graph.reading is None:
         return
-    inputs, before = graph.reading
+    inputs, before, blocks = graph.reading
     with tf_function.outside_of_functions(), random_state.stand_in_generator(), keras_losses.collect_added_losses(list):
-        recorded, outputs = _record(model, inputs, training=True)
+        recorded, outputs = _record(model, inputs, training=True, blocks=blocks)
     now = _descriptions(inputs, recorded, outputs)
     if now == before:
         return
@@ -156,7 +206,7 @@ def standardize(model: keras.Model, inputs: Any) -> list[Any]:
 # --- symbolic inputs --------------------------------------------------------------------------------------------------
 
 
-def _symbolic_inputs(model: keras.Model, specs: Any) -> Any:
+def _symbolic_inputs(model: keras.Model, specs: Any, *, keeps_unknown: bool = False) -> Any:
     declared = keras_tracing.declared_inputs(model)
     if declared is None and specs is None:
         raise ValueError(
@@ -165,7 +215,9 @@ def _symbolic_inputs(model: keras.Model, specs: Any) -> Any:
         )
     if declared is None:
         return keras.tree.map_structure(_symbolic, specs)
-    passed = _match_specs(declared, specs)
+    passed = {
+        key: entry for key, entry in _match_specs(declared, specs).items() if entry[0] is None or not keeps_unknown
+    }
     return keras.tree.map_structure(lambda spec: _symbolic(spec, *passed.get(id(spec), ())), declared)
 
 
@@ -194,9 +246,9 @@ def _symbolic(spec: Any, passed: Any = ...) -> Any:
 # --- recording --------------------------------------------------------------------------------------------------------
 
 
-def _record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
+def _record(model: keras.Model, inputs: Any, training: bool, blocks: _Blocks) -> tuple[list[Recorded], Any]:
     with _explained(model):
-        return keras_tracing.record(model, inputs, training)
+        return keras_tracing.record(model, inputs, training, blocks.opens, symbolic_sizes=blocks.symbolic_sizes)
 
 
 @contextlib.contextmanager

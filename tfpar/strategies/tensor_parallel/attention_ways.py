@@ -93,7 +93,7 @@ def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
             with tf_divided_memory.as_pieces(layer.weights, shard, zeros), _dropping(layer, factors, shard):
                 partial.append(run_call(call, tensors, training))
     mask = keras_model.mask_of(partial[0])
-    if isinstance(layer, keras.layers.MultiHeadAttention):
+    if isinstance(layer, keras.layers.MultiHeadAttention) and keras_model.is_of_keras(type(layer).call):
         for value in dict.fromkeys(call.inputs):  # as the layer does with the inputs that it receives
             placed.remove_mask(value)
     output = pieces_of.added(partial, placed.devices)

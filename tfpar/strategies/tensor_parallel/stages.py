@@ -116,8 +116,8 @@ def divide_stages(
     reasons = {name: why for layout, _ in found.values() for name, why in layout.whole.items()}
     if warns and not divisions:
         warn_of_nothing(model, reasons, has_stages=True)
-    elif warns:
-        warn_of_whole(model, graph.calls, reasons)
+    elif warns and rules is None:
+        warn_of_whole(model, graph.calls, divisions, reasons)
     updates.place(model, divisions, homes)
     return found
 

@@ -180,12 +180,12 @@ class TensorParallel(HasClock, SingleReplica):
         if known is not None and known.is_of(model, inputs):
             return
         with random_state.stand_in_generator():
-            graph = model_graph.trace(model, inputs)
+            graph = model_graph.trace(model, inputs, opens_blocks=True, symbolic_sizes=True)
         layout = layout_of(model, graph, self.num_shards, self.layout)
         if not layout.weights:
             warn_of_nothing(model, layout.whole)
-        else:
-            warn_of_whole(model, graph.calls, layout.whole)
+        elif self.layout is None:
+            warn_of_whole(model, graph.calls, layout.weights, layout.whole)
         owners = [list(map(keras_variables.full_name, devices)) for devices in self._owners]
         updates.place(model, layout.weights, updates.homes_of(model, layout, owners))
         self._divided[model] = DividedModel(model, graph, layout, self._replicas)
@@ -206,9 +206,10 @@ class TensorParallel(HasClock, SingleReplica):
         """
         if self.num_replicas > 1:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with random_state.stand_in_generator():
+                graph = model_graph.trace(model, inputs)  # a block that reads the size of its batch is tried as a whole
             with tf.device(self.devices[0]):
-                given = model_graph.standardize(model, inputs)
-                check_examples_apart(self._divided[model].graph, given, training)
+                check_examples_apart(graph, model_graph.standardize(model, inputs), training)
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
         """Return the bytes of each device, and the divided and whole layers."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.runner import DividedModel
 
 _LARGE_PART = 0.25  # of the bytes of all weights
+_NUM_CLASSES, _SMALL_PART = 3, 0.01  # that a line names at most, and of which it names none
 
 
 def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str], *, has_stages: bool = False) -> None:
@@ -36,22 +38,53 @@ def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str], *, has_stage
     )
 
 
-def warn_of_whole(model: keras.Model, calls: Sequence[Call], reasons: Mapping[str, str]) -> None:
-    """Warn of layers that stay whole although each has a large part of the bytes of the weights.
+def warn_of_whole(
+    model: keras.Model, calls: Sequence[Call], divided: Container[Hashable], reasons: Mapping[str, str]
+) -> None:
+    """Warn of a large part of the weights that stays whole, in large layers or in many small ones.
 
     Args:
         model: The model.
         calls: Its layer calls.
+        divided: The `id` of each divided weight.
         reasons: For each large whole layer call its name and the reason.
     """
-    all_bytes = sum(map(num_bytes, model.weights))
-    parts = {call.name: sum(map(num_bytes, call.variables)) / all_bytes for call in calls if reasons.get(call.name)}
-    large = [f"{name!r} ({100 * part:.0f} %: {reasons[name]})" for name, part in parts.items() if part >= _LARGE_PART]
-    if large:
-        user_warnings.warn(
-            f"These layers of {model.name!r} stay whole on the first device, in percent of the bytes of all weights: "
-            f"{', '.join(large)}."
-        )
+    share, line = whole_share(model, calls, divided, reasons)
+    if share >= _LARGE_PART:
+        user_warnings.warn(f"{line[0].upper()}{line[1:]}. The first device holds and computes them alone.")
+
+
+def whole_share(
+    model: keras.Model, calls: Sequence[Call], divided: Container[Hashable], reasons: Mapping[str, str]
+) -> tuple[float, str]:
+    """Return the share of the bytes of the weights that stays whole, and a line that names the largest classes.
+
+    Args:
+        model: The model.
+        calls: Its layer calls.
+        divided: The `id` of each divided weight.
+        reasons: For each large whole layer call its name and the reason.
+    """
+    all_bytes = sum(map(num_bytes, model.weights)) or 1
+    left = {id(weight): num_bytes(weight) for weight in model.weights if id(weight) not in divided}
+    share = sum(left.values()) / all_bytes
+    shares, names = collections.defaultdict[str, float](float), collections.defaultdict[str, list[str]](list)
+    for call in calls:
+        own = sum(left.pop(key, 0) for key in map(id, call.variables)) / all_bytes
+        if own:
+            shares[type(call.operation).__name__] += own
+            names[type(call.operation).__name__].append(call.name)
+    ordered = sorted(shares.items(), key=lambda item: -item[1])[:_NUM_CLASSES]
+    largest = [_class_line(kind, part, names[kind], reasons) for kind, part in ordered if part >= _SMALL_PART]
+    named = f": {', '.join(largest)}" if largest else ""
+    return share, f"{100 * share:.0f} % of the bytes of the weights of {model.name!r} stay whole{named}"
+
+
+def _class_line(kind: str, share: float, names: Sequence[str], reasons: Mapping[str, str]) -> str:
+    """Return the text for the whole layer calls of a class, with the reason of the first large one."""
+    name = next((name for name in names if name in reasons), names[0])
+    which = repr(name) if len(names) == 1 else f"{len(names)} of the class {kind} such as {name!r}"
+    return f"{which} ({100 * share:.0f} %: {reasons.get(name) or 'their weights are small or cannot be divided'})"
 
 
 def preview_of(title: str, divided: DividedModel, num_examples: int, device_names: Sequence[str]) -> Preview:
@@ -82,6 +115,7 @@ def preview_of(title: str, divided: DividedModel, num_examples: int, device_name
         rows.append(ReplicaRow(name, -(-num_examples // num_parts), num_parameters, state_bytes, gradient_bytes))
     table = replicas_table(title, tuple(rows), num_parts)
     lines = lines_of(divided.graph.calls, divided.layout) or ["no layer is divided"]
+    lines.append(whole_share(divided.model, divided.graph.calls, divided.layout.weights, divided.layout.whole)[1])
     return Preview("\n".join([table, "", *lines]), tuple(rows))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from tfpar._compat import keras_blocks
 from tfpar.pipeline.graph.ir import Call, Graph
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.tensor_parallel.attention_ways import attention_ways
@@ -85,7 +86,7 @@ def _read_by(calls: Sequence[Call]) -> set[Hashable]:
 
 
 def _offer(call: Call, graph: Graph) -> Offer:
-    find = _WAYS.get(type(call.operation), elementwise_ways)
+    find = _WAYS.get(keras_blocks.class_of(call.operation), elementwise_ways)
     return Offer(
         call.name,
         tuple(call.inputs),
@@ -100,7 +101,7 @@ def _offer(call: Call, graph: Graph) -> Offer:
 
 def _num_positions(call: Call) -> int:
     """Return the number of outputs of a layer call that are computed with the same weights, 1 where it is open."""
-    if not call.outputs or type(call.operation) in (keras.layers.Embedding, keras.layers.ReversibleEmbedding):
+    if not call.outputs or isinstance(call.operation, keras.layers.Embedding):
         return 1  # rows are read, not multiplied
     elements = [size or 1 for size in call.outputs[0].shape[1:]]
     axis = getattr(call.operation, "data_format", None) == "channels_first" and len(elements) > 1
@@ -110,10 +111,11 @@ def _num_positions(call: Call) -> int:
 def _undivided_because(call: Call) -> str:
     """Return why a call without ways is not divided."""
     layer = call.operation
-    if type(layer) not in _WAYS:
+    known = keras_blocks.class_of(layer)
+    if known not in _WAYS:
         return f"layers of the class {type(layer).__name__} are not divided"
     names = {variable.path.split("/")[-1] for variable in layer.weights}
-    is_attention = type(layer) in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+    is_attention = known in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
     settings = {
         "with LoRA": getattr(layer, "lora_enabled", False),
         "quantized": getattr(layer, "quantization_mode", None),
