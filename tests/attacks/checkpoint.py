@@ -90,7 +90,8 @@ def insert(content: bytes, rng: random.Random) -> bytes:
 # Forgery: other members, with valid sums
 
 ODD: list[Any] = [None, True, -1, -5, 2**63, 10**30, 1.5, math.nan, math.inf, "9", "", "x" * 9999, [], {}, [[]], [5]]
-ODD += [{"array": "callbacks/77"}, {"array": 5}, {"array": "callbacks/0", "more": 1}]
+ODD += [{"array": ["<f4", "callbacks/77"]}, {"array": 5}, {"array": ["?", "callbacks/0"], "more": 1}]
+ODD += [{"scalar": ["O", "00" * 8]}, {"scalar": ["<f4", "00"]}, {"scalar": ["what", "zz"]}]
 
 
 def forge_state(members: Members, rng: random.Random) -> Members:

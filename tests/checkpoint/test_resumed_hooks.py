@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
+import ml_dtypes
+import numpy as np
 import pytest
 
 import tfpar
 from tests.checkpoint.test_checkpoint import InterruptAt
-from tests.support import small
+from tests.support import parity_cases, small
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -83,3 +86,88 @@ def test_weights_that_a_hook_starts_anew_keep_the_steps_since(strategy: str, tmp
         )  # fmt: skip
         states.append(small.state(trainer.model))
     small.assert_same_state(states[2], states[0])
+
+
+def normalized() -> keras.Model:
+    """A model with a scalar weight, the count of examples of Normalization."""
+    normalization = keras.layers.Normalization()
+    normalization.adapt(parity_cases.inputs(20))
+    layers = [keras.Input((parity_cases.NUM_FEATURES,)), normalization, keras.layers.Dense(parity_cases.NUM_CLASSES)]
+    model = keras.Sequential(layers)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert any(np.ndim(weight) == 0 for weight in model.get_weights())
+    return model
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_that_resumes_restores_the_best_weights_of_before(precision: str, tmp_path: Path) -> None:
+    keras.config.set_dtype_policy(precision)
+    try:
+        states = []
+        for folder, interrupt_at in ((None, None), (tmp_path, 25), (tmp_path, None)):
+            trainer = tfpar.Trainer(normalized, tfpar.SingleDevice(), seed=0)
+            best = keras.callbacks.EarlyStopping("loss", mode="max", patience=5, restore_best_weights=True)
+            trainer.fit(
+                small.data(), epochs=3, verbose=0, callbacks=[best, InterruptAt(trainer, interrupt_at)],
+                checkpoints=None if folder is None else tfpar.Checkpoints(folder),
+            )  # fmt: skip
+            assert best.best_epoch == 0, "the best weights are those of before the interruption"
+            states.append(small.state(trainer.model))
+        small.assert_same_state(states[2], states[0])
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+REMEMBERED = {
+    "a number": 5,
+    "a number that is true": True,
+    "an array of no dimension": np.array(3, "int64"),
+    "an array": np.arange(6, dtype="float16").reshape(2, 3),
+    "an array of bools": np.array([True, False]),
+    "an array of text": np.array(["a", "longer"]),
+    "an array of bfloat16": np.array([[1.5, -2.0]], ml_dtypes.bfloat16),
+    "an array of bfloat16 of no dimension": np.array(1.5, ml_dtypes.bfloat16),
+    "an empty array": np.zeros((0, 3), "uint8"),
+    "NumPy's true": np.True_,
+    "a NumPy int": np.int32(-7),
+    "a NumPy float": np.float64(0.1),
+    "a NumPy float that is no number": np.float32("nan"),
+    "a NumPy bfloat16": ml_dtypes.bfloat16(1.5),
+    "a NumPy complex": np.complex64(1 + 2j),
+    "a NumPy text": np.str_("text"),
+    "an empty NumPy text": np.str_(""),
+    "NumPy bytes": np.bytes_(b"bytes"),
+    "a date": np.datetime64("2026-11-22"),
+    "a list": [1, np.float32(2.5), np.array(1.0), {"name": np.int8(1)}],
+}
+
+
+def test_a_callback_remembers_values_of_each_type(tmp_path: Path) -> None:
+    class Remembers(keras.callbacks.Callback):
+        values: dict[str, Any]
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                self.values = dict(REMEMBERED)
+                self.objects = np.array([print, None])  # not state
+
+    for interrupt_at in (15, None):
+        trainer, remembers = tfpar.Trainer(small.build_model, seed=0), Remembers()
+        trainer.fit(
+            small.data(), epochs=2, verbose=0, callbacks=[remembers, InterruptAt(trainer, interrupt_at)],
+            checkpoints=tfpar.Checkpoints(tmp_path),
+        )  # fmt: skip
+    assert set(remembers.values) == set(REMEMBERED)
+    for name, value in REMEMBERED.items():
+        assert_same(remembers.values[name], value, name)
+
+
+def assert_same(value: Any, expected: Any, name: str) -> None:
+    assert type(value) is type(expected), name
+    if isinstance(expected, list | dict):
+        assert len(value) == len(expected), name
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_same(value[key], expected[key], name)
+    else:
+        assert getattr(value, "dtype", None) == getattr(expected, "dtype", None), name
+        np.testing.assert_array_equal(value, expected, strict=True, err_msg=name)

@@ -17,6 +17,8 @@ State = dict[str, dict[str, Any]]
 def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
     """Return the state of callbacks: attributes that are numbers, text, arrays, and lists or dicts of these.
 
+    Arrays of Python objects are not state.
+
     The state of a callback with an attribute `forgets = True` is not saved.
 
     Args:
@@ -79,7 +81,9 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic)
+    if isinstance(value, np.ndarray | np.generic):
+        return not value.dtype.hasobject
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _copy(value: Any) -> Any:
@@ -87,7 +91,7 @@ def _copy(value: Any) -> Any:
         return [_copy(item) for item in value]
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
-    return value.item() if isinstance(value, np.generic) else value
+    return value
 
 
 def _equal(value: Any, other: Any) -> bool:
@@ -99,25 +103,47 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def extract_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Replace arrays by names, so that the rest is JSON, and add them to `arrays` under these names."""
+    """Replace arrays by names and NumPy scalars by their bytes, so that the rest is JSON.
+
+    The arrays are added to `arrays` under these names.
+    """
+    if isinstance(value, np.generic):  # before numbers and text: np.float64 is a float, np.str_ is a str
+        return {"scalar": [_type_name(value.dtype), value.tobytes().hex()]}
     if isinstance(value, np.ndarray):
         name = f"callbacks/{len(arrays)}"
         arrays[name] = value
-        return {"array": name}
+        return {"array": [_type_name(value.dtype), name]}
     if isinstance(value, dict):
         return {key: extract_arrays(item, arrays) for key, item in value.items()}
     return [extract_arrays(item, arrays) for item in value] if isinstance(value, list) else value
 
 
 def insert_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Replace the names that `extract_arrays` returned by their arrays.
+    """Replace what `extract_arrays` returned for arrays and NumPy scalars by these.
 
     Raises:
         KeyError: If an array is missing.
+        TypeError: If a type is unknown or has another size.
+        ValueError: If bytes cannot be read, or a type is unknown or has another size.
     """
     if isinstance(value, dict):
-        name = value.get("array")
-        if len(value) == 1 and isinstance(name, str) and name.startswith("callbacks/"):
-            return arrays[name]
+        match value:
+            case {"array": [str(kind), str(name)]} if len(value) == 1 and name.startswith("callbacks/"):
+                array = arrays[name]
+                return array.view(kind) if array.dtype.kind == "V" and array.dtype.names is None else array
+            case {"scalar": [str(kind), str(content)]} if len(value) == 1:
+                return _scalar(kind, bytes.fromhex(content))
         return {key: insert_arrays(item, arrays) for key, item in value.items()}
     return [insert_arrays(item, arrays) for item in value] if isinstance(value, list) else value
+
+
+def _type_name(dtype: np.dtype[Any]) -> str:
+    """Return a name from which NumPy makes the type; types of other packages, such as bfloat16, are `V2` in files."""
+    return dtype.name if dtype.isbuiltin == 2 else dtype.str
+
+
+def _scalar(kind: str, content: bytes) -> Any:
+    dtype = np.dtype(kind)
+    if dtype.hasobject:
+        raise ValueError(f"no run writes the type {kind[:20]}")
+    return np.ndarray((), dtype, content)[()]

@@ -205,4 +205,6 @@ def _callbacks(values: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         found: dict[str, Any] = insert_arrays(values, arrays)
     except KeyError as error:
         raise DamagedError(f"it lacks the array {error}"[:100]) from error
+    except (TypeError, ValueError) as error:
+        raise DamagedError(f"its state of callbacks cannot be read: {error}"[:100]) from error
     return found
