@@ -191,6 +191,42 @@ def test_elements_may_be_the_inputs_alone(strategy: str, structure: str) -> None
     np.testing.assert_allclose(trainer.predict(data, verbose=0), model.predict(data, verbose=0), rtol=1e-4, atol=1e-6)
 
 
+PASSING_INPUTS_THROUGH = {
+    **BY_STAGES,
+    "one stage": lambda: tfpar.Pipeline(1, 2),
+    "gpipe": lambda: tfpar.Pipeline(3, 5, "gpipe", balance="parameters"),
+    "tensor parallel": lambda: tfpar.TensorParallel(2),
+    "stages of shards": lambda: tfpar.Pipeline(2, 2, balance="parameters", num_shards=2),
+}
+
+
+@pytest.mark.parametrize("strategy", PASSING_INPUTS_THROUGH)
+def test_a_model_may_pass_inputs_through_to_its_outputs(strategy: str) -> None:
+    """Layers read one of them, which has a loss; none reads the other, an integer."""
+
+    def build() -> keras.Model:
+        features, key = keras.Input((NUM_FEATURES,), name="features"), keras.Input((), name="key", dtype="int64")
+        hidden = layers.Dense(6, activation="tanh")(layers.Dense(4)(features))
+        score = layers.Dense(1, name="score")(hidden)
+        model = keras.Model([features, key], {"key": key, "score": score, "features": features})
+        model.compile("adam", {"score": "mse", "features": "mae"}, metrics={"score": ["mae"]})
+        return model
+
+    rows, keys = inputs(22), np.arange(22)
+    targets = {"key": keys, "score": rows[:, :1], "features": rows[::-1]}
+    data = tf.data.Dataset.from_tensor_slices(((rows, keys), targets)).batch(8)
+    keras.utils.set_random_seed(0)
+    model, trainer = build(), tfpar.Trainer(build, PASSING_INPUTS_THROUGH[strategy](), seed=0)
+    expected = model.fit(data, epochs=2, validation_data=data, verbose=0).history
+    assert_same_history(trainer.fit(data, epochs=2, validation_data=data, verbose=0).history, expected, 1e-5)
+    assert_same_state(state(trainer.model), state(model), 1e-5)
+    assert trainer.evaluate(data, verbose=0) == pytest.approx(model.evaluate(data, verbose=0), rel=1e-5)
+    outputs, expected_outputs = trainer.predict(data, verbose=0), model.predict(data, verbose=0)
+    assert outputs.keys() == expected_outputs.keys()
+    for name, values in expected_outputs.items():
+        np.testing.assert_allclose(outputs[name], values, rtol=1e-4, atol=1e-6)
+
+
 class Limited(layers.Layer):
     """Fails on a large input."""
 

@@ -29,6 +29,7 @@ from tfpar.pipeline.execution.stage_functions import BackwardResults
 from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, places_of, sum_on
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
+from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, needs_queues
 from tfpar.reduction.gradient_addition import plus, tensors_of
@@ -87,7 +88,7 @@ class Execution:
         self._scales = [MaskedTensor(scale).on(device).tensor for device in self.devices]
         self.live = LiveTensors()
         self.variables = StepVariables(programs.stages, self.live, *loss_variables)
-        self._producers = {value: i for i, one in enumerate(programs.stages) for value in one.stage.outputs}
+        self._producers = {value: i for i, one in enumerate(programs.stages) for value in one.stage.computed}
         self._last_uses = self._find_last_uses()
         self._rows = [
             RowSums(self.live, stage, program.trace.backward.sums, program.kinds, program.device)
@@ -258,7 +259,7 @@ class Execution:
         place = Place(self.number(number, device), one.part, self._sums_in_call[stage])
         done = program.forward(weights, self.variables.states(stage, number), values, place, scales, one.rows)
         ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][: program.num_ends]
-        self._publish(program.stage.outputs, done.outputs, done.masks, number)
+        self._publish(program.stage, done.outputs, done.masks, number)
         self.variables.note(stage, number, done.new_states, one)
         if done.saved and program.trains:
             self.live.save(Key("saved", stage, number), done.saved, program.saved_places[0])
@@ -301,11 +302,11 @@ class Execution:
         key = Key(role, owner)
         self.live[key] = value if key not in self.live else self.live[key] + value
 
-    def _publish(self, values: Sequence[Value], tensors: Sequence[Any], masks: Sequence[Any], number: int) -> None:
-        """Send the outputs of a stage to the devices of later stages."""
-        for value, tensor, mask in zip(values, tensors, masks, strict=True):
+    def _publish(self, stage: Stage, tensors: Sequence[Any], masks: Sequence[Any], number: int) -> None:
+        """Send the outputs that a stage computes to the devices of later stages."""
+        for value, tensor, mask in zip(stage.outputs, tensors, masks, strict=True):
             for device in dict.fromkeys(self.devices):
-                if (value, device) in self._last_uses:
+                if value in stage.computed and (value, device) in self._last_uses:
                     sent = MaskedTensor(tensor, mask).on(*self._groups[device])
                     self.live[Key("value", (value, device), number)] = sent.tensor, sent.mask
 

@@ -26,7 +26,7 @@ class Stage:
         index: Index of the stage, from 0 at the inputs of the model.
         calls: Its layer calls, in the order of the graph.
         inputs: Inputs of the model and values of earlier stages that its calls read, in the order of use. For the last
-            stage also the outputs of the model that earlier stages compute.
+            stage also the outputs of the model that its calls do not compute.
         outputs: Values of its calls that later stages read, in the order of computation. For the last stage all
             outputs of the model, each once, in the order of the model.
 
@@ -45,8 +45,13 @@ class Stage:
 
     @property
     def passthrough(self) -> tuple[Value, ...]:
-        """The inputs that are outputs too: outputs of the model that earlier stages compute."""
+        """The inputs that are outputs too: outputs of the model that earlier stages compute, or inputs of the model."""
         return tuple(value for value in self.outputs if value in self.inputs)
+
+    @property
+    def computed(self) -> tuple[Value, ...]:
+        """The outputs that its calls compute."""
+        return tuple(value for value in self.outputs if value not in self.inputs)
 
     @property
     def variables(self) -> tuple[keras.Variable, ...]:
