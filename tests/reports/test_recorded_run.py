@@ -38,7 +38,7 @@ def test_damaged_files_are_notes_and_the_rest_is_read(tmp_path: Path) -> None:
     folder = recorded.write(tmp_path / "run", "[training\n", recorded.epochs(3))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text(f"{lines[0]}\n{lines[1][:9]}\n{lines[2]}\n")
-    for name in ("results.json", "record.json", "plan.json", "prediction.json", "parity.json"):
+    for name in ("results.json", "record.json", "plan.json", "parity.json"):
         (folder / name).write_text("[1")
     (folder / "events.jsonl").write_bytes(b'\xff\n[]\n{"time": "t", "event": "trained", "step": true}\n')
     run = recorded_run.read(folder)

@@ -54,9 +54,7 @@ def test_a_traced_pipeline_on_digits_has_every_section(
     seconds = record["seconds"]
     assert 0 < seconds["validation"] < seconds["fit"]
     assert sum(seconds.values()) <= 2 * seconds["fit"]
-    assert {path.name for path in (tmp_path / "run" / "report").iterdir()} == {
-        *("metrics.png", "speed.png", "timeline.png"),
-    }
+    assert not (tmp_path / "run" / "report").exists(), "the page has its pictures"
     assert kinds(tmp_path / "run") == ["started", "trained"]
     again = command.run([*PIPELINE, *settings("training.epochs=2"), "--directory", "run"], tmp_path, data)
     assert "report     run/report.html" in again.out, "a trained run names it, too"
@@ -104,7 +102,6 @@ def test_the_timeline_of_a_grid_has_the_stages_of_all_replicas(
     drawn = timeline_plot.figure(record.planned, record.measured, record.schedule)
     rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in drawn.axes]
     assert rows == [[f"replica {one // 2}, device {one}" for one in range(4)]] * (1 + len(trace))
-    assert (tmp_path / "run" / "report" / "timeline.png").read_bytes()[1:4] == b"PNG"
     shown = words(tmp_path / "run")
     assert "Timeline of a step" in shown
     assert ("as run" in shown) == bool(trace)
@@ -113,26 +110,11 @@ def test_the_timeline_of_a_grid_has_the_stages_of_all_replicas(
 OF_REPLICAS = settings("strategy.kind=mirrored", 'strategy.devices=["CPU:0", "CPU:1"]', "training.epochs=1")
 
 
-def test_a_traced_run_on_replicas_has_their_phases_as_planned_and_as_run(
-    call: command.InProcess, tmp_path: Path
-) -> None:
-    planned = call(*SMALL, *OF_REPLICAS, "--directory", "run", "--trace")
-    assert planned.code == 0, planned
-    (line,) = re.findall(r"^phases .*$", planned.out, re.MULTILINE)
+def test_a_traced_run_on_replicas_prints_their_phases(call: command.InProcess) -> None:
+    traced = call(*SMALL, *OF_REPLICAS, "--directory", "run", "--trace")
+    assert traced.code == 0, traced
+    (line,) = re.findall(r"^phases .*$", traced.out, re.MULTILINE)
     assert re.search(r"forward .*s, backward .*s, all-reduce .*s, update \S+ \S?s$", line), line
-    phases = recorded_run.read(tmp_path / "run").phases
-    assert phases is not None
-    assert phases.names == ("forward", "backward", "all-reduce", "update")
-    assert len(phases.moments) == 2
-    assert all(seconds >= 0 for seconds in phases.seconds.values())
-    assert (tmp_path / "run" / "report" / "timeline.png").read_bytes()[1:4] == b"PNG"
-    shown = words(tmp_path / "run")
-    assert "Phases of a step, means of the replicas" in shown
-    row = {"layout": "Mirrored(2)", "step_seconds": 0.5, "forward_seconds": 0.1, "waits": {"all-reduce": 0.15}}
-    (tmp_path / "run" / "plan.json").write_text(json.dumps({"rows": [row]}))
-    assert call_report(str(tmp_path / "run")) == 0
-    assert "forward100 ms" in words(tmp_path / "run")
-    assert "all-reduce150 ms" in words(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +203,7 @@ def test_a_run_without_a_report_is_recorded_all_the_same(call: command.InProcess
     trained = call(*SMALL, *settings("training.epochs=1", "callbacks.report=false"), "--directory", "run")
     assert trained.code == 0, trained
     assert "report" not in trained.out
-    assert not {"report", "report.html"} & set(os.listdir(tmp_path / "run"))
+    assert "report.html" not in os.listdir(tmp_path / "run")
     assert call_report(str(tmp_path / "run")) == 0
     assert "trained to its end" in words(tmp_path / "run")
     began = time.perf_counter()

@@ -143,7 +143,7 @@ class Callbacks(Section):
     )
     report: bool = Field(
         True,
-        description="Write report.html and its pictures into the run directory at the end.",
+        description="Write report.html into the run directory at the end.",
         json_schema_extra=CHANGES_NO_WEIGHT,
     )
     check_replicas_every_steps: OrNone[Count] = Field(

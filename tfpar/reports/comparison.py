@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfpar.messages.number_format import figure
 from tfpar.planning.quantities import duration, memory
-from tfpar.reports import markup, page, pictures
-from tfpar.reports.markup import Markup, element
+from tfpar.reports import page, pictures, templates
 from tfpar.reports.number_check import is_number
 from tfpar.reports.recorded_run import RecordedRun
+from tfpar.reports.templates import Table
 
 COLUMNS = 80
 MOST_SETTINGS = 200
@@ -66,8 +66,8 @@ def figures(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
 
 def _layout(run: RecordedRun) -> str:
     """Return the layout of a run, also where `strategy.kind = "auto"` chose it; `ABSENT` where it is not recorded."""
-    found = run.prediction.get("layout") or run.table("layout").get("strategy")
-    return found if isinstance(found, str) and found else ABSENT
+    layout = run.table("layout").get("strategy")
+    return layout if isinstance(layout, str) and layout else ABSENT
 
 
 def _number(value: Any) -> str:
@@ -91,52 +91,24 @@ def comparison(runs: Sequence[RecordedRun]) -> str:
     Returns:
         One file of HTML that loads nothing.
     """
-    named = names(runs)
-    sections = [
-        markup.section("settings", "Settings that differ", *_settings(named)),
-        markup.section("loss", "Loss", *_loss(named)),
-        markup.section("figures", "Figures", *_figures(named)),
+    named, settings = names(runs), differing(runs)
+    rows: list[tuple[str, ...]] = [(name, *cells) for name, cells in figures(runs).items()]
+    rows += [
+        (key, *(value if value == ABSENT else page.show(value) for value in values))
+        for key, values in list(settings.items())[:MOST_SETTINGS]
     ]
-    notes = [element("li", f"{name}: {note}") for name, run in named.items() for note in run.notes]
-    notes += [element("li", f"{name} is still training.") for name, run in named.items() if run.status == "training"]
-    head = [element("p", "Folders: ", ", ".join(str(run.folder) for run in runs), class_="note")]
-    head += [element("ul", *notes, class_="note")] if notes else []
-    return markup.page(f"Comparison of {len(runs)} runs", head, sections)
-
-
-def _settings(named: Mapping[str, RecordedRun]) -> Iterable[Markup]:
-    found = differing(list(named.values()))
-    rows = [
-        (key, *(value if value == ABSENT else element("code", page.show(value)) for value in values))
-        for key, values in found.items()
-    ]
-    if not rows:
-        yield element("p", "None: all settings are equal.")
-    yield markup.table("Values in each run", ["setting", *named], rows[:MOST_SETTINGS], numbers=False)
-
-
-def _loss(named: Mapping[str, RecordedRun]) -> Iterable[Markup]:
-    png = pictures.compared(named)
-    if png is None:
-        yield element("p", "No epoch of any run is complete.")
-        return
-    words = f"Curves of the loss by epoch of {', '.join(named)}. The final values are in the table of figures."
-    yield markup.picture(png, words, "Each run has a line style and a marker of its own.")
-
-
-def _figures(named: Mapping[str, RecordedRun]) -> Iterable[Markup]:
-    runs = list(named.values())
-    rows = [(name, *cells) for name, cells in figures(runs).items()]
-    yield markup.table("Final figures", ["figure", *named], rows)
-    steps = {name: 1e3 * run.step_seconds for name, run in named.items() if run.step_seconds is not None}
-    has_devices = any(run.device_peaks for run in runs)
-    peaks = {name: run.fullest_bytes if has_devices else run.process_bytes for name, run in named.items()}
-    megabytes = {name: value / 1e6 for name, value in peaks.items() if is_number(value)}
-    of = "the fullest device" if has_devices else "the process"
-    for title, values, unit in (("step", steps, "milliseconds"), (f"peak memory of {of}", megabytes, "MB")):
-        png = pictures.bars(title, {title: values}, unit)
-        if png is not None:
-            yield markup.picture(png, f"Bars of the {title} of each run; the values are in the table above.")
+    heads = ["figure or setting", *named]
+    notes = [f"{name}: {note}" for name, run in named.items() for note in run.notes]
+    notes += [f"{name} is still training." for name, run in named.items() if run.status == "training"]
+    return templates.render(
+        "comparison.html",
+        title=f"Comparison of {len(runs)} runs",
+        folders=", ".join(str(run.folder) for run in runs),
+        notes=notes,
+        pictures=pictures.compared(named),
+        figures_and_settings=Table("Final figures, and settings that differ", heads, rows, False),
+        differing="" if settings else "All settings are equal.",
+    )
 
 
 def text(runs: Sequence[RecordedRun]) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfpar.config import toml
 from tfpar.messages.number_format import counted, figure, three_digits
 from tfpar.messages.received import excerpt
 from tfpar.planning.quantities import duration, memory
-from tfpar.reports import events, markup, pictures
-from tfpar.reports.advice import Advice, advise
-from tfpar.reports.markup import Markup, element
+from tfpar.reports import events, pictures, templates
+from tfpar.reports.advice import advise
 from tfpar.reports.number_check import is_number
-from tfpar.reports.plan_sections import plan_section, planned_phases, timeline_section
 from tfpar.reports.recorded_run import RecordedRun
+from tfpar.reports.templates import Table
 
-MOST_EPOCHS, MOST_LAYERS, MOST_EVENTS = 200, 500, 200
+MOST_EPOCHS, MOST_LAYERS, MOST_EVENTS, MOST_PLANNED = 200, 500, 200, 50
 STATUSES = {
     "trained": "trained to its end",
     "interrupted": "interrupted, with a checkpoint to resume from",
@@ -34,49 +33,63 @@ _EVENTS = {
     events.FAILED: "failed",
     events.TRAINED: "trained to its end",
 }
-SHARED_MEMORY = (
-    "The figure of the process is its largest resident memory, which TensorFlow and Python are part of. Logical CPUs "
-    "share it, so there is none for each."
-)
+_TIMES = {
+    "first_call": "first call of a step, with compilation",
+    "steps": "later steps, without waiting",
+    "data": "waiting for data",
+    "validation": "validation",
+}
 
 
-def report(run: RecordedRun) -> tuple[str, dict[str, bytes]]:
+def report(run: RecordedRun) -> str:
     """Return the report of a run.
 
     Args:
         run: A recorded run.
 
     Returns:
-        The page, one file that loads nothing; and its pictures, PNG images by their names.
+        One file of HTML that loads nothing.
 
     Example:
         >>> from pathlib import Path
-        >>> page, images = report(RecordedRun(Path("runs/digits"), {}, (), {}, (), "not known", {}))
-        >>> page.startswith("<!DOCTYPE html>"), images
-        (True, {})
+        >>> report(RecordedRun(Path("runs/digits"), {}, (), {}, (), "not known", {})).startswith("<!DOCTYPE html>")
+        True
     """
-    phases = planned_phases(run)
-    drawn = {
-        "metrics": pictures.metrics(run),
-        "speed": pictures.speed(run),
-        "timeline": pictures.timeline(run, phases),
-    }
-    images = {name: png for name, png in drawn.items() if png is not None}
-    plan, plan_images = plan_section(run)
-    memory_part, memory_images = _memory(run)
-    images |= plan_images | memory_images
-    sections = [
-        markup.section("faster", "What would make it faster", *_advice(advise(run))),
-        markup.section("metrics", "Loss and metrics", *_metrics(run, images.get("metrics"))),
-        markup.section("speed", "Speed and waiting for data", *_speed(run, images.get("speed"))),
-        markup.section("plan", "Plan and measurement", *plan, *timeline_section(run, phases, images.get("timeline"))),
-        markup.section("memory", "Memory", *memory_part),
-        markup.section("events", "Resumptions and failures", *_events(run)),
-        markup.section("parity", "Parity", *_parity(run)),
-        markup.section("model", "Model and layout", *_model(run)),
-        markup.section("configuration", "Configuration and environment", *_configuration(run)),
-    ]
-    return markup.page(f"Run {run.name}", _head(run), sections), images
+    tiles = headline(run)
+    lost = events.lost_ends(run.events)
+    return templates.render(
+        "run.html",
+        title=f"Run {run.name}",
+        status=run.status,
+        state=tiles.pop("state"),
+        subtitle=" · ".join(filter(None, [str(run.folder), _text(run.table("layout").get("strategy"))])),
+        notes=run.notes,
+        tiles=tiles,
+        advice=advise(run),
+        metrics=pictures.metrics(run),
+        epochs=_epochs(run),
+        speed=pictures.speed(run),
+        epoch_speeds=_epoch_speeds(run),
+        times=list(_times(run)),
+        memory=_memory(run),
+        has_devices=bool(run.device_peaks),
+        model=_model(run),
+        stages=_text(run.table("layout").get("stages")),
+        timeline=pictures.timeline(run),
+        pipeline=_pipeline(run),
+        is_traced=run.pipeline is not None and run.pipeline.measured is not None,
+        plan=_plan(run),
+        layers=_layers(run),
+        events=_events(run, lost),
+        num_resumed=sum(event.kind == events.RESUMED for event in run.events),
+        num_failed=sum(event.kind == events.FAILED for event in run.events) + len(lost),
+        parity=list(_parity(run)),
+        differences=_differences(run),
+        environment=_environment(run),
+        settings=Table(
+            "Settings", ["setting", "value"], [(key, show(value)) for key, value in run.settings.items()], False
+        ),
+    )
 
 
 def headline(run: RecordedRun) -> dict[str, str]:
@@ -93,7 +106,7 @@ def headline(run: RecordedRun) -> dict[str, str]:
     if is_number(figures.get("weights_of_epoch")):
         rows["trained"] += f"; the weights are those of epoch {figures['weights_of_epoch']}"
     for name in pictures.metric_names(run):
-        value, validation = (figures.get(one) for one in (name, f"val_{name}"))
+        value, validation = (figures.get(log) for log in (name, f"val_{name}"))
         shown = [figure(value)] if is_number(value) else []
         shown += [f"in validation {figure(validation)}"] if is_number(validation) else []
         rows |= {name: ", ".join(shown)} if shown else {}
@@ -103,138 +116,121 @@ def headline(run: RecordedRun) -> dict[str, str]:
         rows["speed"] = f"{figure(round(figures['examples_per_second']))} examples/s"
     if is_number(figures.get("data_wait_share")):
         rows["waiting for data"] = f"{100 * figures['data_wait_share']:.0f} % of a step"
-    if (peak := peak_bytes(run)) is not None:
-        rows["peak memory"] = peak
+    if run.fullest_bytes is not None:
+        rows["peak memory"] = f"{memory(run.fullest_bytes)} on the fullest device"
+    elif is_number(run.process_bytes):
+        rows["peak memory"] = f"{memory(run.process_bytes)} of the process"
     return rows
 
 
-def peak_bytes(run: RecordedRun) -> str | None:
-    """Return the peak memory of the fullest device, or of the process without GPUs, in words; None if not known.
-
-    Args:
-        run: A recorded run.
-    """
-    if run.fullest_bytes is not None:
-        return f"{memory(run.fullest_bytes)} on the fullest device"
-    of_process = run.process_bytes
-    return f"{memory(of_process)} of the process" if is_number(of_process) else None
-
-
-def _head(run: RecordedRun) -> Iterable[Markup]:
-    yield element("p", f"Folder {run.folder}", class_="note")
-    yield markup.table("Summary", ["figure", "value"], headline(run).items(), numbers=False)
-    if run.notes:
-        yield element("ul", *(element("li", note) for note in run.notes), class_="note")
-
-
-def _advice(found: Sequence[Advice]) -> Iterable[Markup]:
-    if not found:
-        yield element("p", "Nothing in the measured and predicted figures: no change is known to gain 3 % or more.")
-        return
-    yield element("ol", markup.joined(element("li", *_change(one)) for one in found))
-    yield element(
-        "p",
-        "Gains do not add up: each is for that change alone. A change that can train other weights needs another "
-        "--directory.",
-        class_="note",
-    )
-
-
-def _change(one: Advice) -> Iterable[Markup]:
-    gain = "Gain not known" if one.times is None else f"{one.times:.2f} times the speed"
-    yield element("p", element("strong", gain), f" ({one.basis}). {one.what}")
-    if one.settings:
-        folder = "another folder" if one.another_run else "the same folder"
-        yield element("p", element("code", one.line), f" in {folder}")
-
-
-def _metrics(run: RecordedRun, png: bytes | None) -> Iterable[Markup]:
-    names = pictures.metric_names(run)
-    if png is None:
-        yield element("p", "No epoch is complete.")
-        return
-    alternative = f"Curves by epoch of {', '.join(names[: pictures.MOST_METRICS])}. The values are in the table below."
-    yield markup.picture(png, alternative, "Circles and a solid line: training. Squares and dashes: validation.")
-    columns = [one for name in names for one in (name, f"val_{name}") if any(one in entry for entry in run.epochs)]
+def _epochs(run: RecordedRun) -> Table:
+    logs = [log for name in pictures.metric_names(run) for log in (name, f"val_{name}")]
+    columns = [log for log in logs if any(log in entry for entry in run.epochs)]
     every = -(-len(run.epochs) // MOST_EPOCHS)
     entries = [entry for number, entry in enumerate(run.epochs, start=1) if number % every == 0 or number == 1]
+    caption = "Loss and metrics of each epoch" if every <= 1 else f"Loss and metrics of every {every}th epoch"
     rows = [(entry["epoch"], *(_value(entry.get(name)) for name in columns)) for entry in entries]
-    shown = "Loss and metrics of each epoch" if every == 1 else f"Loss and metrics of every {every}th epoch"
-    yield markup.table(shown, ["epoch", *columns], rows)
+    return Table(caption, ["epoch", *columns], rows)
 
 
 def _value(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(_value(one) for one in value)
+        return ", ".join(map(_value, value))
     return figure(value) if is_number(value) else ""
 
 
-def _speed(run: RecordedRun, png: bytes | None) -> Iterable[Markup]:
-    if png is not None:
-        words = "Examples per second and the share of time waiting for data, over the steps of the run."
-        yield markup.picture(png, words, "Without the first call of each process, which compiles.")
-    else:
-        yield element("p", "No step was timed: the first call of each process compiles, and is left out.")
+def _percent(value: Any) -> str:
+    return f"{100 * value:.1f}" if is_number(value) else ""
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _epoch_speeds(run: RecordedRun) -> Table:
     rows = [
         (
             entry["epoch"],
             _value(entry.get("examples_per_second")),
-            _value(entry.get("step_milliseconds")),
-            "" if not is_number(share := entry.get("data_wait_share")) else f"{100 * share:.1f}",
+            _value(entry["step_milliseconds"]),
+            _percent(entry.get("data_wait_share")),
         )
         for entry in run.epochs[-MOST_EPOCHS:]
         if is_number(entry.get("step_milliseconds"))
     ]
-    heads = ["epoch", "examples/s", "step, ms", "waiting for data, %"]
-    yield markup.table("Speed of each epoch", heads, rows)
-    yield _times(run)
+    return Table("Speed of each epoch", ["epoch", "examples/s", "step, ms", "waiting for data, %"], rows)
 
 
-def _times(run: RecordedRun) -> Markup:
-    times = {name: value for name, value in run.table("seconds").items() if is_number(value)}
-    total = times.pop("fit", 0.0)
-    if not total:
-        return Markup("")
-    words = {
-        "first_call": "first call of a step, with compilation",
-        "steps": "later steps, without waiting",
-        "data": "waiting for data",
-        "validation": "validation",
-    }
-    parts = {words.get(name, name): value for name, value in times.items()}
+def _times(run: RecordedRun) -> Iterator[dict[str, Any]]:
+    seconds = run.table("seconds")
+    parts = {words: seconds[name] for name, words in _TIMES.items() if is_number(seconds.get(name))}
+    total = seconds.get("fit")
+    if not is_number(total) or total <= 0:
+        return
     parts["rest: callbacks, checkpoints, starts of epochs"] = max(0.0, total - sum(parts.values()))
+    for name, value in parts.items():
+        yield {"name": name, "time": f"{three_digits(value)} s", "percent": 100 * value / total}
+
+
+def _memory(run: RecordedRun) -> Table:
+    peaks = {**run.device_peaks, "the process": run.process_bytes}
+    rows = [(name, memory(value)) for name, value in peaks.items() if is_number(value)]
+    return Table("Peak memory", ["device", "peak"], rows)
+
+
+def _model(run: RecordedRun) -> Table:
+    model, layout = run.table("model"), run.table("layout")
+    facts = {name: model.get(name) for name in ("name", "parameters", "precision", "optimizer", "data")}
+    facts |= {name: layout.get(name) for name in ("strategy", "batch")}
+    rows = [(name, f"{value:,}" if is_number(value) else value) for name, value in facts.items() if value]
+    return Table("Model and layout", ["", "value"], rows, are_numbers=False)
+
+
+def _layers(run: RecordedRun) -> Table:
+    layers = run.rows("model", "layers")
+    count = f"{len(layers):,}" if len(layers) <= MOST_LAYERS else f"the first {MOST_LAYERS} of {len(layers):,}"
     rows = [
-        (name, three_digits(value), f"{100 * value / total:.0f}") for name, value in [*parts.items(), ("all", total)]
+        (row.get("name"), row.get("class"), row.get("shape") or "", _value(row.get("parameters")))
+        for row in layers[:MOST_LAYERS]
     ]
-    return markup.table("Where the time of the last process went", ["part", "seconds", "%"], rows)
+    return Table(f"Layers ({count})", ["layer", "class", "output", "parameters"], rows, are_numbers=False)
 
 
-def _memory(run: RecordedRun) -> tuple[list[Markup], dict[str, bytes]]:
-    planned = run.prediction.get("planned_memory_bytes")
-    devices = run.device_peaks
-    of_process = run.process_bytes
-    rows: list[tuple[str, ...]] = [(name, memory(value)) for name, value in devices.items()]
-    rows += [("the process", memory(of_process))] if is_number(of_process) else []
-    if is_number(planned):
-        rows.append(("predicted for the fullest device", memory(planned)))
-    if not rows:
-        return [element("p", "Not measured: a run measures its memory at its end.")], {}
-    parts = [markup.table("Peak memory", ["device", "peak"], rows)]
-    images = {}
-    if devices:
-        groups = {"measured peak": {name: value / 1e6 for name, value in devices.items()}}
-        groups |= {"predicted": dict.fromkeys(devices, planned / 1e6)} if is_number(planned) else {}
-        png = pictures.bars("peak memory of each device", groups, "MB")
-        assert png is not None, "there are devices"
-        images["memory"] = png
-        parts.append(markup.picture(png, "Bars of the peak memory of each device; the values are in the table above."))
-    else:
-        parts.append(element("p", SHARED_MEMORY, class_="note"))
-    return parts, images
+def _pipeline(run: RecordedRun) -> Table:
+    rows = []
+    if run.pipeline is not None:
+        steps = {"as planned": run.pipeline.planned, "as run": run.pipeline.measured}
+        rows = [
+            (name, duration(step.step_seconds), f"{100 * step.bubble:.1f} %")
+            for name, step in steps.items()
+            if step is not None
+        ]
+        if run.step_seconds is not None:
+            rows.append(("in training, with update and waiting", duration(run.step_seconds), ""))
+    return Table("Step of the pipeline", ["step", "time", "bubble"], rows)
 
 
-def _events(run: RecordedRun) -> Iterable[Markup]:
-    lost = events.lost_ends(run.events)
+def _plan(run: RecordedRun) -> Table:
+    """Return the rows of the plan as they are, without columns that are no plain values."""
+    found = run.plan.get("rows")
+    plan = [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+    columns = dict.fromkeys(key for row in plan for key, value in row.items() if isinstance(value, str | int | float))
+    heads = [key.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ") for key in columns]
+    rows = [[_planned(key, row.get(key)) for key in columns] for row in plan[:MOST_PLANNED]]
+    return Table("Planned layouts", heads, rows, are_numbers=False)
+
+
+def _planned(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not is_number(value):
+        return _text(value)
+    if value >= 0 and key.endswith("_seconds"):
+        return duration(value)
+    return memory(value) if value >= 0 and key.endswith("_bytes") else figure(value)
+
+
+def _events(run: RecordedRun, lost: list[events.Event]) -> Table:
     rows = [
         (
             event.time,
@@ -244,90 +240,43 @@ def _events(run: RecordedRun) -> Iterable[Markup]:
         )
         for event in run.events[-MOST_EVENTS:]
     ]
-    if not rows:
-        yield element("p", "None is recorded.")
-        return
-    resumed = sum(event.kind == events.RESUMED for event in run.events)
-    failed = sum(event.kind == events.FAILED for event in run.events) + len(lost)
-    yield element("p", f"Resumptions: {resumed}. Failures: {failed}.")
-    yield markup.table("What happened", ["time, UTC", "event", "step", "detail"], rows, numbers=False)
+    return Table("What happened", ["time, UTC", "event", "step", "detail"], rows, are_numbers=False)
 
 
-def _parity(run: RecordedRun) -> Iterable[Markup]:
+def _parity(run: RecordedRun) -> Iterator[str]:
     every = run.settings.get("callbacks.check_replicas_every_steps")
     if is_number(every):
         end = "no difference was found" if run.status == "trained" else "a difference would be a failure above"
-        yield element("p", f"The weights of all replicas were compared every {every} steps: {end}.")
-    parity = run.parity
-    if not parity:
-        yield element(
-            "p",
-            "No check of parity was saved here. tfpar.check_parity(...).save(folder / 'parity.json') saves one, and "
-            "python -m tfpar.report writes this page again.",
-        )
-        return
-    verdict = "equal to one device" if parity.get("equal") is True else "NOT equal to one device"
-    tolerance = parity.get("tolerance")
-    within = f", tolerance {tolerance:g}" if is_number(tolerance) else ""
-    conditions = f" {parity['conditions']}" if parity.get("conditions") else ""
-    steps = f"after {parity.get('num_steps')} steps"
-    yield element("p", f"{parity.get('strategy')}: {verdict} {steps}{within}{conditions}.")
+        yield f"The weights of all replicas were compared every {every} steps: {end}."
+    if parity := run.parity:
+        verdict = "equal to one device" if parity.get("equal") is True else "NOT equal to one device"
+        tolerance = parity.get("tolerance")
+        within = f", tolerance {tolerance:g}" if is_number(tolerance) else ""
+        conditions = f" {parity['conditions']}" if parity.get("conditions") else ""
+        yield f"{parity.get('strategy')}: {verdict} after {parity.get('num_steps')} steps{within}{conditions}."
+
+
+def _differences(run: RecordedRun) -> Table:
+    found = [row for part in ("weights", "logs") if isinstance(run.parity.get(part), list) for row in run.parity[part]]
     rows = [
         (row.get("name"), *(_tiny(row.get(f"after_{step}_step")) for step in ("first", "last")))
-        for part in ("weights", "logs")
-        for row in _tables(parity.get(part))
+        for row in found
+        if isinstance(row, Mapping)
     ]
-    yield markup.table("Relative differences", ["weight or log", "first step", "last step"], rows[:MOST_LAYERS])
-
-
-def _tables(value: Any) -> list[Mapping[str, Any]]:
-    return [row for row in value if isinstance(row, Mapping)] if isinstance(value, list) else []
+    return Table("Relative differences", ["weight or log", "first step", "last step"], rows[:MOST_LAYERS])
 
 
 def _tiny(value: Any) -> str:
     return f"{value:.1e}" if is_number(value) and value == value else ""
 
 
-def _model(run: RecordedRun) -> Iterable[Markup]:
-    model, layout = run.table("model"), run.table("layout")
-    facts = [(name, model.get(name)) for name in ("name", "parameters", "precision", "optimizer", "data")]
-    facts += [(name, layout.get(name)) for name in ("strategy", "batch")]
-    shown = [(name, f"{value:,}" if is_number(value) else value) for name, value in facts if value not in (None, "")]
-    if not shown:
-        yield element("p", "Not recorded.")
-        return
-    yield markup.table("Model and layout", ["", "value"], shown, numbers=False)
-    if table := layout.get("stages"):
-        yield element("h3", "Stages")
-        yield element("pre", table)
-    layers = run.rows("model", "layers")
-    rows = [
-        (row.get("name"), row.get("class"), row.get("shape") or "", _value(row.get("parameters"))) for row in layers
-    ]
-    if rows:
-        title = (
-            f"Layers ({len(rows):,})"
-            if len(rows) <= MOST_LAYERS
-            else f"The first {MOST_LAYERS} of {len(rows):,} layers"
-        )
-        heads = ["layer", "class", "output", "parameters"]
-        yield element(
-            "details",
-            element("summary", title),
-            markup.table("Layers", heads, rows[:MOST_LAYERS], numbers=False),
-            **({"open": "open"} if len(rows) <= 30 else {}),
-        )
-
-
-def _configuration(run: RecordedRun) -> Iterable[Markup]:
+def _environment(run: RecordedRun) -> Table:
     facts = {**run.table("versions"), **run.table("machine")}
     rows = [
         (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else value)
         for name, value in facts.items()
     ]
-    yield markup.table("Environment of the last process", ["", "value"], rows, numbers=False)
-    rows = [(key, element("code", show(value))) for key, value in run.settings.items()]
-    yield markup.table("Settings", ["setting", "value"], rows, numbers=False)
+    return Table("Environment of the last process", ["", "value"], rows, are_numbers=False)
 
 
 def show(value: Any) -> str:

@@ -1,37 +1,64 @@
-"""The pictures of a report as PNG images, readable in grey and without colour vision. No TensorFlow.
+"""The pictures of a report: SVG inside the page, in the colour of its text on a light or a dark ground. No TensorFlow.
 
-Lines differ in style and marker, bars in hatches: colour is never alone. Matplotlib is imported on first use.
+Lines differ in style and marker: colour is never alone. Matplotlib is imported on first use.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from tfpar.pipeline.analysis import timeline_plot
-from tfpar.reports import phases_plot
 from tfpar.reports.number_check import is_number
 from tfpar.reports.recorded_run import RecordedRun
-from tfpar.reports.step_phases import StepPhases
 from tfpar.reports.timelines import MOST_SPANS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The colour-blind safe palette of Okabe and Ito, from dark to light.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00")
+# Stands for the colour of the text, which Matplotlib does not know.
+_TEXT_COLOUR = "#010203"
+_STYLE: Any = {  # Matplotlib asks for a literal type of all its keys
+    "svg.fonttype": "none",
+    # Names of users are no formulas.
+    "text.parse_math": False,
+    "font.size": 9,
+    "patch.edgecolor": _TEXT_COLOUR,
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), _TEXT_COLOUR
+    ),
+}
+_CSS_COLOURS = {_TEXT_COLOUR: "currentColor", timeline_plot.BUBBLE: "rgba(128, 128, 128, 0.25)"}
+# After the colour-blind safe palette of Okabe and Ito, with a contrast of at least 3 to white and to black.
+COLOURS = ("#2B83C4", "#D9622B", "#1A9E77", "#C0639F", _TEXT_COLOUR, "#B8860B")
 _LINES = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (1, 3)))
 _MARKERS = ("o", "s", "^", "D", "v", "X")
-HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
-_DPI = 110
-_WIDTH_INCHES, _PANEL_INCHES, _BAR_INCHES = 8.4, 2.5, 0.34
-MOST_METRICS, MOST_BARS, MOST_MARKERS = 8, 24, 40
+MOST_METRICS, MOST_MARKERS = 8, 40
 _FIGURES = ("epoch", "step", "examples_per_second", "step_milliseconds", "data_wait_share")
 
 Series = tuple[str, Sequence[float], Sequence[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture of a page.
+
+    Args:
+        title: The text above it.
+        description: What it shows, for those who do not see it.
+        svg: The `<svg>` element.
+    """
+
+    title: str
+    description: str
+    svg: Markup
 
 
 def metric_names(*runs: RecordedRun) -> list[str]:
@@ -46,192 +73,157 @@ def metric_names(*runs: RecordedRun) -> list[str]:
     return sorted((name for name in names if name not in _FIGURES), key=lambda name: name != "loss")
 
 
-def metrics(run: RecordedRun) -> bytes | None:
-    """Return the curves of loss and metrics by epoch, of training and validation.
+def metrics(run: RecordedRun) -> list[Picture]:
+    """Return the curves of loss and metrics by epoch, training and validation in one picture.
 
     Args:
         run: A recorded run.
-
-    Returns:
-        A PNG image; None without an epoch.
     """
-    panels: dict[str, list[Series]] = {}
+    pictures = []
     for name in metric_names(run)[:MOST_METRICS]:
-        curves = [("training", *curve(run, name)), ("validation", *curve(run, f"val_{name}"))]
-        panels[name] = [one for one in curves if one[1]]
-    return _curves(panels, "epoch") if panels else None
+        curves = [
+            ("training", *curve(run.epochs, "epoch", name)),
+            ("validation", *curve(run.epochs, "epoch", f"val_{name}")),
+        ]
+        pictures += _curves(name, "epoch", curves)
+    return pictures
 
 
-def curve(run: RecordedRun, name: str) -> tuple[list[float], list[float]]:
-    """Return the epochs with a finite value of a log, and the values.
-
-    Args:
-        run: A recorded run.
-        name: The name of the log.
-    """
-    points = [(entry["epoch"], entry.get(name)) for entry in run.epochs]
-    found = [(epoch, float(value)) for epoch, value in points if is_number(value) and math.isfinite(value)]
-    return [epoch for epoch, _ in found], [value for _, value in found]
-
-
-def speed(run: RecordedRun) -> bytes | None:
+def speed(run: RecordedRun) -> list[Picture]:
     """Return the speed and the share of waiting for data over the steps, by epoch and within epochs.
 
     Args:
         run: A recorded run.
-
-    Returns:
-        A PNG image; None without a figure.
     """
-    wanted = (("examples_per_second", "examples/s", 1.0), ("data_wait_share", "waiting for data, %", 100.0))
-    panels: dict[str, list[Series]] = {}
-    for name, label, scale in wanted:
-        lines: list[Series] = []
-        for title, entries in (("epoch", run.epochs), ("calls of the last process", run.rows("points"))):
-            points = [(one["step"], scale * one[name]) for one in entries if _has(one, "step", name)]
-            lines += [(title, [step for step, _ in points], [value for _, value in points])] if points else []
-        panels |= {label: lines} if lines else {}
-    return _curves(panels, "step", least_zero=True) if panels else None
+    pictures = []
+    for name, title, scale in (
+        ("examples_per_second", "examples/s", 1.0),
+        ("data_wait_share", "waiting for data, %", 100.0),
+    ):
+        curves = [("epoch", *curve(run.epochs, "step", name, scale))]
+        curves += [("calls of the last process", *curve(run.rows("points"), "step", name, scale))]
+        pictures += _curves(title, "step", curves, starts_at_zero=True)
+    return pictures
 
 
-def _has(entry: Mapping[str, Any], *names: str) -> bool:
-    return all(is_number(entry.get(name)) and math.isfinite(entry[name]) for name in names)
-
-
-def compared(runs: Mapping[str, RecordedRun]) -> bytes | None:
-    """Return the loss curves of several runs over one another, of training and, if there is one, of validation.
+def compared(runs: Mapping[str, RecordedRun]) -> list[Picture]:
+    """Return the loss curves of several runs over one another: those of validation if all runs have them.
 
     Args:
         runs: Recorded runs by their names.
-
-    Returns:
-        A PNG image; None without an epoch.
     """
-    panels = {
-        title: [(name, *curve(run, log)) for name, run in runs.items()]
-        for title, log in (("loss", "loss"), ("validation loss", "val_loss"))
-    }
-    shown = {title: [one for one in lines if one[1]] for title, lines in panels.items()}
-    shown = {title: lines for title, lines in shown.items() if lines}
-    return _curves(shown, "epoch") if shown else None
+    validates = all(any("val_loss" in entry for entry in run.epochs) for run in runs.values())
+    name, title = ("val_loss", "validation loss") if validates else ("loss", "loss")
+    return _curves(title, "epoch", [(key, *curve(run.epochs, "epoch", name)) for key, run in runs.items()], width=6.2)
 
 
-def timeline(run: RecordedRun, planned: StepPhases | None) -> bytes | None:
-    """Return the timeline of a step as planned, and below as run: all stages of all replicas.
+def curve(
+    entries: Sequence[Mapping[str, Any]], place: str, name: str, scale: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """Return the places and the values of a curve, without those that are missing or not finite.
+
+    Args:
+        entries: Rows of recorded figures.
+        place: The name of the figure on the horizontal axis.
+        name: The name of the figure on the vertical axis.
+        scale: Factor of the values.
+
+    Example:
+        >>> curve([{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": "x"}], "epoch", "loss")
+        ([1], [0.5])
+    """
+    points = [(entry.get(place), entry.get(name)) for entry in entries]
+    finite = [(x, scale * y) for x, y in points if is_number(x) and is_number(y) and math.isfinite(y)]
+    return [x for x, _ in finite], [y for _, y in finite]
+
+
+def timeline(run: RecordedRun) -> list[Picture]:
+    """Return the timeline of a pipeline's step as planned, and below as run: all stages of all replicas.
 
     Args:
         run: A recorded run.
-        planned: Without a pipeline, the phases as planned; None for the measured ones alone.
 
     Returns:
-        A PNG image; None for a run without a recorded step, or with too many actions to see one.
+        A picture; none without a recorded step, or with too many actions to see one.
     """
     record = run.pipeline
-    if record is None and run.phases is not None:
-        return _png(phases_plot.figure(planned, run.phases))
     if record is None or len(record.planned.spans) > MOST_SPANS:
-        return None
-    return _png(timeline_plot.figure(record.planned, record.measured, record.schedule))
+        return []
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE):
+        figure = timeline_plot.figure(record.planned, record.measured, record.schedule)
+        words = "Actions of all devices over time. Numbers are micro-batches; grey is the bubble, when no action runs."
+        return [Picture("Timeline of a step", words, _svg(figure, "timeline"))]
 
 
-def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> bytes | None:
-    """Return horizontal bars, one for each row and kind.
+def _curves(
+    title: str, label: str, curves: Sequence[Series], *, starts_at_zero: bool = False, width: float = 4.2
+) -> list[Picture]:
+    """Return the picture of the curves; none without a point."""
+    curves = [series for series in curves if series[1]]
+    if not curves:
+        return []
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    Args:
-        title: What the bars show.
-        groups: For each kind of bar, such as "predicted", the values by the name of the row.
-        unit: The unit of the values.
-
-    Returns:
-        A PNG image; None without a value.
-    """
-    groups = {kind: {name: one for name, one in of.items() if math.isfinite(one)} for kind, of in groups.items()}
-    names = list(dict.fromkeys(name for values in groups.values() for name in values))[:MOST_BARS]
-    if not names:
-        return None
-    figure = _figure(0.9 + _BAR_INCHES * len(names) * max(1.3, len(groups)))
-    axes = figure.subplots()
-    height = 0.8 / len(groups)
-    largest = max((value for values in groups.values() for value in values.values()), default=0) or 1
-    for number, (kind, values) in enumerate(groups.items()):
-        for row, name in enumerate(names):
-            if (value := values.get(name)) is None:
-                continue
-            place = row - 0.4 + height * (number + 0.5)
-            axes.barh(
-                place,
-                value,
-                height,
-                color="white" if number else COLOURS[0],
-                edgecolor="black",
-                hatch=HATCHES[number % len(HATCHES)],
-                label=kind if kind not in axes.get_legend_handles_labels()[1] else None,
-            )
-            axes.text(value + 0.01 * largest, place, f"{value:.3g}", va="center", fontsize=8, parse_math=False)
-    axes.set_yticks(range(len(names)), [_short(name) for name in names], fontsize=8, parse_math=False)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(0, 1.12 * largest)
-    axes.set_xlabel(unit)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(groups) > 1:
-        # Below the axes: a bar may be anywhere inside.
-        figure.legend(*axes.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=2)
-    return _png(figure)
-
-
-def _curves(panels: Mapping[str, Sequence[Series]], label: str, least_zero: bool = False) -> bytes:
-    columns = 1 if len(panels) == 1 else 2
-    rows = -(-len(panels) // columns)
-    figure = _figure(0.5 + _PANEL_INCHES * rows)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (title, lines) in zip(grid, panels.items(), strict=False):
-        axes.set_title(_short(title), loc="left", fontsize=10, parse_math=False)
-        _draw_lines(axes, lines)
-        axes.set_xlabel(label, fontsize=9)
-        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    with mpl.rc_context(_STYLE):
+        legend_columns = 2 if width < 5 else 3
+        height = 2.2 + 0.16 * -(-len(curves) // legend_columns)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots()
+        _draw_lines(axes, curves)
+        if len(curves) > 1:
+            figure.legend(loc="outside upper left", fontsize=8, frameon=False, handlelength=3, ncols=legend_columns)
+        axes.set_xlabel(label)
+        axes.grid(axis="y", linewidth=0.5, alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        if least_zero:
+        axes.locator_params(axis="x", integer=True)
+        if starts_at_zero:
             axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
-    return _png(figure)
+        lines = ", ".join(name for name, *_ in curves)
+        return [Picture(title, f"Curves of {title} by {label}: {lines}.", _svg(figure, f"{title} {label}"))]
 
 
-def _draw_lines(axes: Axes, lines: Sequence[Series]) -> None:
-    for number, (name, places, values) in enumerate(lines):
-        axes.plot(
+def _draw_lines(axes: Axes, curves: Sequence[Series]) -> None:
+    for number, (name, places, values) in enumerate(curves):
+        (line,) = axes.plot(
             places,
             values,
             color=COLOURS[number % len(COLOURS)],
             linestyle=_LINES[number % len(_LINES)],
             marker=_MARKERS[number % len(_MARKERS)],
-            markersize=4,
+            markersize=3.5,
             markevery=max(1, len(values) // MOST_MARKERS),
-            markerfacecolor="white" if number % 2 else None,
             linewidth=1.5,
         )
-        axes.lines[-1].set_label(_short(name))
-    if len(lines) > 1:
-        for words in axes.legend(fontsize=8, frameon=False, handlelength=4).get_texts():
-            words.set_parse_math(False)
+        line.set_label(_short(name))
 
 
 def _short(name: str) -> str:
-    shown = "".join(one if one.isprintable() else "\ufffd" for one in name)
+    shown = "".join(character if character.isprintable() else "\ufffd" for character in name)
     shown = shown if len(shown) <= 44 else f"{shown[:28]}...{shown[-13:]}"
-    return f" {shown}" if shown.startswith("_") else shown  # matplotlib leaves such labels out
+    return f" {shown}" if shown.startswith("_") else shown  # Matplotlib leaves such labels out
 
 
-def _figure(height_inches: float) -> Figure:
-    from matplotlib.figure import Figure
+def _svg(figure: Figure, name: str) -> Markup:
+    """Return a figure as an element of a page, which gives it colours and width.
 
-    return Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DPI, layout="constrained")
+    Matplotlib has escaped all texts, so that what looks like a tag is one.
+    """
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    )
+    text = buffer.getvalue()
+    prefix = re.sub(r"\W", lambda found: f"_{ord(found[0]):x}", name)
+    return Markup(re.sub(r"<[^<>]*>", lambda tag: _styled(tag[0], prefix), text[text.index("<svg") :]))
 
 
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+def _styled(tag: str, prefix: str) -> str:
+    """Return a tag with CSS colours, and with ids that no other picture has."""
+    if tag.startswith("<svg"):
+        tag = re.sub(r' (width|height|version)="[^"]*"', "", tag)
+    for colour, css in _CSS_COLOURS.items():
+        tag = tag.replace(colour.lower(), css)
+    return re.sub(r'( id="|url\(#|href="#)', rf"\1{prefix}-", tag)

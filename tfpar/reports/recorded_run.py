@@ -12,10 +12,9 @@ from typing import Any
 from tfpar import config
 from tfpar.files import json_file, json_lines
 from tfpar.messages import received
-from tfpar.reports import events, step_phases, timelines
+from tfpar.reports import events, timelines
 from tfpar.reports.events import Event
 from tfpar.reports.number_check import is_number
-from tfpar.reports.step_phases import StepPhases
 from tfpar.reports.timelines import PipelineRecord
 
 RECORD = "record.json"
@@ -36,9 +35,7 @@ class RecordedRun:
         status: "trained", "interrupted", "failed", "training", "not ended" or "not known".
         record: Versions, machine, model, layout, memory and times, as the run wrote them.
         pipeline: The step of a pipeline as planned and as run; None for other strategies.
-        phases: The measured phases of a step without a pipeline; None without `--trace`.
         plan: The plan of the layouts, if the planner wrote one.
-        prediction: Predicted and measured step and memory of this run, if the planner wrote them.
         parity: The result of a check of parity, if one was saved here.
         notes: Sentences about files that are missing or damaged.
     """
@@ -51,9 +48,7 @@ class RecordedRun:
     status: str
     record: Mapping[str, Any]
     pipeline: PipelineRecord | None = None
-    phases: StepPhases | None = None
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     parity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -148,9 +143,7 @@ def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
         status=status or "",
         record=record,
         pipeline=None if pipeline is None else timelines.from_table(pipeline),
-        phases=step_phases.from_table(record.get("phases")),
         plan=_table(folder / "plan.json", notes),
-        prediction=_table(folder / "prediction.json", notes),
         parity=_table(folder / "parity.json", notes),
     )
     return dataclasses.replace(run, status=status or _status(run), notes=tuple(notes))

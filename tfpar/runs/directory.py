@@ -33,7 +33,7 @@ class RunDirectory:
         optimizer.json   the optimizer as it was built
         prediction.json  its predicted and measured step; plan.json has the ranked layouts, if it was planned
         pipeline.png     with --trace: a step of the pipeline as planned and as run
-        report.html      the report, with its pictures in report/ too
+        report.html      the report
         record.json      what the report says of the machine and the model; starts and failures are in events.jsonl
         tensorflow.log   what TensorFlow's native code wrote
 

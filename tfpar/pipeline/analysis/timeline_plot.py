@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#E69F00", "W": "#009E73"}
 # And of different hatches, so that colour is never alone.
 _HATCHES: dict[Kind, str] = {"F": "", "B": "////", "W": "...."}
-_BUBBLE = "#E4E4E4"
+BUBBLE = "#E4E4E4"
 _MARGIN_INCHES = 1.1
 _BOX_HEIGHT = 0.84
 _LARGEST_POINTS, _SMALLEST_POINTS = 9.0, 5.0
@@ -103,7 +103,7 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, schedule: Schedule, 
     for device in range(num_devices):
         spans = [span for span in timeline.spans if span.device == device]
         row = (device - _BOX_HEIGHT / 2, _BOX_HEIGHT)
-        axes.broken_barh([(0, 1e3 * timeline.step_seconds)], row, facecolors=_BUBBLE)
+        axes.broken_barh([(0, 1e3 * timeline.step_seconds)], row, facecolors=BUBBLE)
         for kind, hatch in _HATCHES.items():
             of_kind = [span for span in spans if span.action.kind == kind]
             axes.broken_barh(
@@ -185,6 +185,6 @@ def _legend(schedule: Schedule) -> dict[str, Any]:
             )
     empty = [Patch(visible=False, label="") for _ in range(stages_per_device - 1)]
     return {
-        "handles": [*handles, Patch(color=_BUBBLE, label="bubble (no action runs)"), *empty],
+        "handles": [*handles, Patch(color=BUBBLE, label="bubble (no action runs)"), *empty],
         "ncols": len(words) + 1,
     }
