@@ -42,11 +42,13 @@ _PRINT_CONFIG = flags.DEFINE_bool(
 _AUDIT = flags.DEFINE(
     Integer(), "audit", None, "Count the examples that each of so many workers would read in an epoch, and exit."
 )
-_TRACE = flags.DEFINE_bool(
-    "trace", False, "Measure the phases of a step, or each action of a pipeline, and draw them below the plan."
+_TRACE = flags.DEFINE_bool("trace", False, "Measure when each action of a pipeline runs, and draw it below the plan.")
+_PROFILE = flags.DEFINE(
+    Integer(), "profile", None, "Record so many steps with TensorFlow's profiler, for the profile page of TensorBoard."
 )
 
 MAX_AUDITED = 4096  # workers
+MAX_PROFILED = 1000  # steps
 
 
 def _details() -> str:
@@ -78,6 +80,7 @@ COMMAND = command_line.Command(
         "print_config": "",
         "audit": "WORKERS",
         "trace": "",
+        "profile": "STEPS",
     },
     examples=[
         "python -m tfpar.train",
@@ -109,8 +112,8 @@ def main(argv: list[str]) -> int:
         if file is None and _DIRECTORY.value is not None:
             file = directory.recorded()
         run = config.load(file, _SET.value)
-        if _TRACE.value:
-            _check_timed(run.strategy)
+        if _PROFILE.value is not None:
+            check_within("profile", _PROFILE.value, 1, MAX_PROFILED)
         if _PRINT_CONFIG.value:
             print(config.dump(run), end="")
             return 0
@@ -172,15 +175,6 @@ def _run_folder(file: Path | None) -> Path:
     return folder
 
 
-def _check_timed(strategy: config.Strategy) -> None:
-    """Refuse --trace where a step has no phases that it times."""
-    for setting, value in (("shard", "weights"), ("sync", "average")):
-        if getattr(strategy, setting, None) == value and not isinstance(strategy, config.Pipeline):
-            raise ValueError(
-                f'--trace times no steps with strategy.{setting} = "{value}": leave it out, or change the setting.'
-            )
-
-
 def _surplus(word: str) -> str:
     is_configuration = word in bundled_configurations.names() or word.endswith(".toml")
     flag = "set" if "=" in word else "config" if is_configuration else None
@@ -197,7 +191,7 @@ def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
         with start_up.importing():
             from tfpar.runs import train_run
 
-        trained = train_run.train(run, directory, trace=_TRACE.value)
+        trained = train_run.train(run, directory, trace=_TRACE.value, profile_steps=_PROFILE.value or 0)
     if not trained and is_chief and not standard_streams.unread():
         command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
         print(f"Resume with the same command:\n  {command}")

@@ -110,30 +110,26 @@ def test_the_timeline_of_a_grid_has_the_stages_of_all_replicas(
 OF_REPLICAS = settings("strategy.kind=mirrored", 'strategy.devices=["CPU:0", "CPU:1"]', "training.epochs=1")
 
 
-def test_a_traced_run_on_replicas_prints_their_phases(call: command.InProcess) -> None:
-    traced = call(*SMALL, *OF_REPLICAS, "--directory", "run", "--trace")
-    assert traced.code == 0, traced
-    (line,) = re.findall(r"^phases .*$", traced.out, re.MULTILINE)
-    assert re.search(r"forward .*s, backward .*s, all-reduce .*s, update \S+ \S?s$", line), line
+def test_a_profiled_run_links_what_tensorboard_opens(call: command.InProcess, tmp_path: Path) -> None:
+    profiled = call(*SMALL, *OF_REPLICAS, *settings("training.epochs=4"), "--directory", "run", "--profile", "2")
+    assert profiled.code == 0, profiled
+    assert "profile    2 steps in run/tensorboard/plugins/profile" in profiled.out
+    (file,) = (tmp_path / "run" / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb")
+    assert file.stat().st_size > 1000
+    read = Page((tmp_path / "run" / "report.html").read_text())
+    assert "tensorboard/plugins/profile" in [link["href"] for link in read.of("a")]
+    assert "tensorboard --logdir run/tensorboard" in read.words
+    assert call_report(str(tmp_path / "run"), f"--output={tmp_path / 'elsewhere.html'}") == 0
+    read = Page((tmp_path / "elsewhere.html").read_text())
+    assert "run/tensorboard/plugins/profile" in [link["href"] for link in read.of("a")]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "sentence"),
-    [
-        (
-            ["strategy.kind=mirrored", "strategy.shard=weights"],
-            '--trace times no steps with strategy.shard = "weights"',
-        ),
-        (["strategy.kind=multi_worker", "strategy.sync=average"], 'no steps with strategy.sync = "average"'),
-        (["strategy.kind=single_device", "training.jit_compile=true"], "--trace times no step that XLA compiles"),
-    ],
-    ids=["blocks", "averages", "XLA"],
-)
-def test_steps_without_phases_refuse_the_trace(wanted: list[str], sentence: str, call: command.InProcess) -> None:
-    refused = call(*SMALL, *settings(*wanted), "--directory", "run", "--trace")
+def test_a_trace_without_a_pipeline_is_refused(call: command.InProcess, tmp_path: Path) -> None:
+    refused = call(*SMALL, *OF_REPLICAS, "--directory", "run", "--trace")
     assert refused.code == 1, refused
-    assert sentence in " ".join(refused.err.split()), refused
-    assert "Traceback" not in refused.err
+    assert "--trace times the actions of a pipeline, received Mirrored" in " ".join(refused.err.split())
+    assert "record its steps with --profile 5" in " ".join(refused.err.split())
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_interrupted_run_is_reported_and_so_is_its_resumption(call: command.InProcess, tmp_path: Path) -> None:

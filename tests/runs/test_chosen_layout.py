@@ -321,9 +321,9 @@ def test_shards_on_several_hosts_have_the_layout_that_the_planner_names() -> Non
     assert str(layout) == "Hybrid(6 x TensorParallel(2), hosts=3)"
 
 
-def test_a_timed_step_is_no_measurement_for_the_history(call: command.InProcess, tmp_path: Path) -> None:
+def test_a_recorded_step_is_no_measurement_for_the_history(call: command.InProcess, tmp_path: Path) -> None:
     store(plan_text(Layout(), Layout(2)))
-    assert call("--directory", "run", *settings(*SMALL, *by_hand(Layout(2))), "--trace").code == 0
+    assert call("--directory", "run", *settings(*SMALL, *by_hand(Layout(2))), "--profile", "1").code == 0
     found = prediction(tmp_path / "run")
     assert (found["planned_step_seconds"], found["measured_step_seconds"]) == (0.2, None)
 

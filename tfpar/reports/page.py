@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tfpar.config import toml
 from tfpar.messages.number_format import counted, figure, three_digits
@@ -41,17 +45,17 @@ _TIMES = {
 }
 
 
-def report(run: RecordedRun) -> str:
+def report(run: RecordedRun, place: Path | None = None) -> str:
     """Return the report of a run.
 
     Args:
         run: A recorded run.
+        place: The folder of the page, for its links; by default that of the run.
 
     Returns:
         One file of HTML that loads nothing.
 
     Example:
-        >>> from pathlib import Path
         >>> report(RecordedRun(Path("runs/digits"), {}, (), {}, (), "not known", {})).startswith("<!DOCTYPE html>")
         True
     """
@@ -70,6 +74,7 @@ def report(run: RecordedRun) -> str:
         epochs=_epochs(run),
         speed=pictures.speed(run),
         epoch_speeds=_epoch_speeds(run),
+        profile=_profile(run, place or run.folder),
         times=list(_times(run)),
         memory=_memory(run),
         has_devices=bool(run.device_peaks),
@@ -159,6 +164,14 @@ def _epoch_speeds(run: RecordedRun) -> Table:
         if is_number(entry.get("step_milliseconds"))
     ]
     return Table("Speed of each epoch", ["epoch", "examples/s", "step, ms", "waiting for data, %"], rows)
+
+
+def _profile(run: RecordedRun, place: Path) -> dict[str, str]:
+    """Return the link to the profiles of steps, and the command that shows them; empty without one."""
+    if run.profile is None:
+        return {}
+    link = quote(os.path.relpath(run.profile, place))
+    return {"link": link, "command": f"tensorboard --logdir {shlex.quote(str(run.profile.parent.parent))}"}
 
 
 def _times(run: RecordedRun) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from tfpar.reports.number_check import is_number
 from tfpar.reports.timelines import PipelineRecord
 
 RECORD = "record.json"
+PROFILE = Path("tensorboard", "plugins", "profile")  # where the profile page of TensorBoard looks
 TRAINING = "training"
 _OF_RUN = ("run.json", "config.toml")
 
@@ -83,6 +84,12 @@ class RecordedRun:
     def process_bytes(self) -> Any:
         """The peak memory of the process in bytes, if it was recorded."""
         return self.table("memory").get("process_peak_bytes")
+
+    @property
+    def profile(self) -> Path | None:
+        """The folder of TensorFlow's profiles of its steps; None without one."""
+        folder = self.folder / PROFILE
+        return folder if folder.is_dir() else None
 
     def table(self, *keys: str) -> Mapping[str, Any]:
         """Return a table of the record; empty if there is none.

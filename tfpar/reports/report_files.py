@@ -33,5 +33,5 @@ def write(folder: Path, *, status: str | None = None, output: Path | None = None
         'report.html'
     """
     output = output or folder / PAGE
-    atomic_file.write(output, page.report(recorded_run.read(folder, status=status)))
+    atomic_file.write(output, page.report(recorded_run.read(folder, status=status), output.parent))
     return output

@@ -13,9 +13,8 @@ from tfpar.files import atomic_file
 from tfpar.messages.number_format import line
 from tfpar.messages.reasons import message_of
 from tfpar.messages.received import excerpt
-from tfpar.reports import events, step_phases, timelines
+from tfpar.reports import events, timelines
 from tfpar.reports.recorded_run import RECORD
-from tfpar.reports.step_phases import StepPhases
 from tfpar.reports.timelines import PipelineRecord
 from tfpar.runs import run_facts
 from tfpar.runs.directory import RunDirectory
@@ -47,7 +46,6 @@ class RunReporter:
         self._trainer: RunTrainer | None = None
         self._clock: PhaseClock | None = None
         self._pipeline: Mapping[str, Any] = {}
-        self._phases: StepPhases | None = None
         self._has_ended = False
 
     def begin(self, trainer: RunTrainer, resumed: str, pipeline: Mapping[str, str | PipelineRecord]) -> None:
@@ -70,14 +68,6 @@ class RunReporter:
         """
         self._clock = PhaseClock(throughput, self._nonfinite)
         return self._clock
-
-    def note_phases(self, phases: StepPhases | None) -> None:
-        """Take the measured phases of a step into the record.
-
-        Args:
-            phases: The phases; None for none.
-        """
-        self._phases = phases
 
     def note_early_stop(self, sentences: str) -> None:
         """Record that early stopping has ended the training.
@@ -142,8 +132,6 @@ class RunReporter:
             facts["layout"]["stages"] = self._pipeline["table"]
             if len(record.planned.spans) <= timelines.MOST_SPANS:
                 facts["pipeline"] = timelines.to_table(record)
-        if self._phases is not None:
-            facts["phases"] = step_phases.to_table(self._phases)
         if self._clock is not None and self._clock.seconds:
             facts |= {"memory": run_facts.memory(), "seconds": self._clock.seconds, "points": self._clock.points}
         atomic_file.write(self._directory.path / RECORD, json.dumps(facts) + "\n")

@@ -28,14 +28,14 @@ from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor,
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
-from tfpar.runs.phase_times import PhaseTimes
 from tfpar.runs.prediction_file import PredictionRecorder
 from tfpar.runs.run_reporter import RunReporter
 from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
+from tfpar.runs.step_profile import StepProfile
 from tfpar.runs.user_trainer import check_trainer, make_trainer, trainer_reads, trainer_source
 
 
-def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> bool:
+def train(run: config.Run, directory: RunDirectory, *, trace: bool = False, profile_steps: int = 0) -> bool:
     """Train a run in its directory, from its newest checkpoint if there is one, and say what came of it.
 
     In a job of several workers every worker calls this; only the chief reads and writes the folder, and speaks.
@@ -43,7 +43,8 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
     Args:
         run: The resolved run.
         directory: Its folder, claimed by the chief.
-        trace: Whether to measure when each phase of a step runs, or each action of a pipeline.
+        trace: Whether to measure when each action of a pipeline runs.
+        profile_steps: Number of steps to record with TensorFlow's profiler.
 
     Returns:
         Whether the run is trained to its end; False if it was interrupted, with a checkpoint to resume from.
@@ -55,14 +56,17 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
         MemoryError: If the memory of a device is too small.
     """
     reporter = RunReporter(run, directory)
+    profile = StepProfile(directory.tensorboard, profile_steps) if profile_steps else None
     with reporter.recording_failures():
-        return _explained(run, directory, trace, reporter)
+        return _explained(run, directory, trace, reporter, profile)
 
 
-def _explained(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter) -> bool:
+def _explained(
+    run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter, profile: StepProfile | None
+) -> bool:
     """Train a run, with the errors of TensorFlow as those that `train` raises."""
     try:
-        return _train(run, directory, trace, reporter)
+        return _train(run, directory, trace, reporter, profile)
     except tf.errors.OpError as error:
         if full := re.search(r"(\S+); No space left on device", error.message):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), full[1]) from error
@@ -79,9 +83,16 @@ def _explained(run: config.Run, directory: RunDirectory, trace: bool, reporter: 
             print()  # leave the line of the progress bar
 
 
-def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter) -> bool:
+def _train(
+    run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter, profile: StepProfile | None
+) -> bool:
     choice = chosen_layout.choose(run, directory)
     strategy = strategies.from_settings(choice.run.strategy)
+    if trace and not strategy.has_schedule:
+        raise ValueError(
+            f"--trace times the actions of a pipeline, received {strategy.describe()}: record its steps with "
+            "--profile 5, or leave it out."
+        )
     prediction = PredictionRecorder(directory, choice.run.strategy, strategy)
     strategy.user_message = functools.partial(data.user_message, settings=run.data)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
@@ -100,7 +111,6 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunR
     with strategy.raising_on_all_workers(f"The constructor of {run.trainer}"):
         trainer = make_trainer(choice.run, strategy)
     _check_model(run, trainer)
-    phases = PhaseTimes(strategy, trainer.model) if trace and not strategy.has_schedule else None
     if strategy.is_chief:
         _record(run, directory, trainer, position, choice.note)
     pipeline = _show_schedule(run, directory, trainer, trace) if strategy.has_schedule else {}
@@ -109,7 +119,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunR
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
     prediction.begin(trainer.model, pipeline.get("record"))
     with standard_streams.outlived(trainer.interrupt):
-        return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction, phases)
+        return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction, profile)
 
 
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
@@ -180,13 +190,13 @@ def _fit_and_save(
     checkpoints: Checkpoints,
     reporter: RunReporter,
     prediction: PredictionRecorder,
-    phases: PhaseTimes | None,
+    profile: StepProfile | None,
 ) -> bool:
     """Train to the end or to an interruption, and write the results; return whether it came to its end."""
     throughput, metrics_file = callbacks.Throughput(), callbacks.MetricsFile(directory.metrics)
     watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
-    asked_for = [*callbacks_from_settings(run, directory, throughput), *([] if phases is None else [phases])]
+    asked_for = [*callbacks_from_settings(run, directory, throughput), *([] if profile is None else [profile])]
     try:
         _fit(
             run, trainer, checkpoints, [watch, throughput, reporter.clock(throughput), metrics_file, *asked_for, table]
@@ -196,8 +206,6 @@ def _fit_and_save(
         if trainer.strategy.is_chief and not trainer.strategy.divides_state:
             _require_folder(directory, trainer)
         raise
-    if phases is not None and trainer.strategy.is_chief:
-        reporter.note_phases(phases.found)
     if trainer.interrupted:
         trainer.strategy.barrier()
         _print_interruption(directory, trainer, watch.kept_in)
@@ -209,7 +217,7 @@ def _fit_and_save(
         reporter.note_early_stop(stop)
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
-            _save(directory, trainer, results, reporter, prediction, phases)
+            _save(directory, trainer, results, reporter, prediction, profile)
     trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     _print_report(run, directory, trainer, results)
     return True
@@ -246,17 +254,17 @@ def _save(
     results: dict[str, float],
     reporter: RunReporter,
     prediction: PredictionRecorder,
-    phases: PhaseTimes | None,
+    profile: StepProfile | None,
 ) -> None:
     """Write the model and the results, and print them."""
     _require_folder(directory, trainer)
     trainer.save(directory.model)
-    prediction.write(results if phases is None else {})  # a timed step is longer than others
+    prediction.write(results if profile is None else {})  # a recorded step is longer than others
     directory.finish(results)
     reporter.end(events.TRAINED)
     print(f"\n{summary.summary(directory, results)}")
-    if phases is not None and phases.found is not None:
-        print(phases.describe())
+    if profile is not None:
+        print(profile.describe())
 
 
 def _print_report(run: config.Run, directory: RunDirectory, trainer: RunTrainer, results: dict[str, float]) -> None:

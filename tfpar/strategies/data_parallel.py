@@ -46,10 +46,9 @@ from tfpar.strategies.replica_states import (
     update_metrics_once,
 )
 from tfpar.strategies.single_device import forward, loss_and_gradients
-from tfpar.strategies.step_clock import HasClock
 
 
-class DataParallel(HasClock, DividesState):
+class DataParallel(DividesState):
     """The steps of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
 
         global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
@@ -82,7 +81,7 @@ class DataParallel(HasClock, DividesState):
         self._pack_bytes = pack_bytes
         self._runs: PerModel[ReplicaRuns] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
-        self._num_local_replicas = self.num_timed_replicas = len(strategy.extended.worker_devices)
+        self._num_local_replicas = len(strategy.extended.worker_devices)
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
@@ -226,19 +225,16 @@ class DataParallel(HasClock, DividesState):
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with layer_metrics_counted_once(model, num_counted):
-                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, call, self.clock)
+                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, call)
             is_partial = losses is not None and losses.partial_values
-            with self.clock.backward_ended(gradients):
-                given = [*gradients, loss] if is_partial else gradients
-                sums = self._sum_gradients(model, given, (loss, outputs), example_weight, num_counted)
+            given = [*gradients, loss] if is_partial else gradients
+            sums = self._sum_gradients(model, given, (loss, outputs), example_weight, num_counted)
             loss = sums.pop() if is_partial else loss
-            gradients = self.clock.reduced(sums)
             update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
-            return loss, gradients
+            return loss, sums
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
         self._apply(model, model.optimizer, model.trainable_variables, gradients)
-        self.clock.updated(model.trainable_variables)
         return loss
 
     def _sum_gradients(

@@ -17,10 +17,9 @@ from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.single_replica import SingleReplica
-from tfpar.strategies.step_clock import NO_CLOCK, HasClock, NoClock
 
 
-class SingleDevice(HasClock, SingleReplica):
+class SingleDevice(SingleReplica):
     """Train on one device, without any `tf.distribute` strategy.
 
     The steps are those of Keras' own `fit`, in tfpar's loop: the same weights, with less time spent between steps.
@@ -79,10 +78,9 @@ class SingleDevice(HasClock, SingleReplica):
             if objective.objectives_of(model):
                 return _train_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            loss, outputs, gradients = forward_backward(model, inputs, targets, weights, self.clock)
+            loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if gradients:
                 self._apply(model, gradients)
-                self.clock.updated(model.trainable_variables)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
 
@@ -130,9 +128,7 @@ def _evaluate_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
     return objective.count(model, losses, data.num_rows(batch))
 
 
-def forward_backward(
-    model: keras.Model, inputs: Any, targets: Any, weights: Any, clock: NoClock = NO_CLOCK
-) -> tuple[tf.Tensor, Any, list[Any]]:
+def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
     """Compute the loss, the outputs and the gradient of each trainable variable (scaled by the optimizer).
 
     Args:
@@ -140,14 +136,12 @@ def forward_backward(
         inputs: The inputs of the model, `[batch, ...]` each.
         targets: The targets of its losses, `[batch, ...]` each, or None.
         weights: Sample weights `[batch, ...]` or None.
-        clock: Notes the ends of both passes.
 
     Returns:
         The loss (scalar), the outputs (`[batch, ...]` each) and the gradients, None for a variable without one.
     """
-    loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, clock=clock)
-    with clock.backward_ended(gradients):
-        return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
+    loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
+    return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
 
 
 def loss_and_gradients(
@@ -156,15 +150,13 @@ def loss_and_gradients(
     targets: Any,
     weights: Any,
     call: Callable[..., Any] = keras_model.call_model,
-    clock: NoClock = NO_CLOCK,
 ) -> tuple[tf.Tensor, Any, list[Any]]:
     """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
-    with tf.GradientTape() as tape, clock.began((inputs, targets, weights)):
+    with tf.GradientTape() as tape:
         outputs = call(model, inputs, training=True)
         loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
         scaled = model.optimizer.scale_loss(loss)
-    with clock.forward_ended((scaled, outputs)):
-        return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+    return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
 
 
 def forward(

@@ -82,7 +82,6 @@ class MultiWorker(Worker, DataParallel):
     _shards: WorkerShards | None = None
     # Between two calls the workers reduce metrics and vote on the next call, which takes milliseconds.
     seconds_per_call = 0.5
-    sums_early = True
 
     @keyword_arguments.named
     def __new__(

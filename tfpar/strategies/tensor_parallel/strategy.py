@@ -31,7 +31,6 @@ from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_device import update_metrics
 from tfpar.strategies.single_replica import SingleReplica
-from tfpar.strategies.step_clock import HasClock
 from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.replicas import check_examples_apart
 from tfpar.strategies.tensor_parallel.rules import check_rules
@@ -61,7 +60,7 @@ def _absent(inputs: Any) -> tuple[int, ...]:
     return tuple(number for number, leaf in enumerate(leaves) if leaf is None)
 
 
-class TensorParallel(HasClock, SingleReplica):
+class TensorParallel(SingleReplica):
     """Train a model whose layers are divided over several devices of this machine, equal to one device.
 
         x ─┬─► x · A[:, :half] ─► gelu ─► · B[:half, :] ─┐        device 0
@@ -238,19 +237,17 @@ class TensorParallel(HasClock, SingleReplica):
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        with tf.GradientTape() as tape, gathered_classes.read_in_pieces(), self.clock.began(batch):
+        with tf.GradientTape() as tape, gathered_classes.read_in_pieces():
             copies = self._copies(model, tape)
             loss, outputs = self._forward(model, batch, training=True, copies=copies)
             with tf.device(self.devices[0]):
                 scaled = model.optimizer.scale_loss(loss)
         reads = loss, gathered_classes.tensors_in_pieces(outputs)
-        with self.clock.forward_ended((scaled, reads)):
-            found = updates.gradients(tape, scaled, model, copies)
-        with follow_data(), self.clock.backward_ended(found):  # each gradient stays on the device of its piece
+        found = updates.gradients(tape, scaled, model, copies)
+        with follow_data():  # each gradient stays on the device of its piece
             after = after_reads(found, reads, keras_model.recomputes(model))
         if after:  # else no weight is trained; without any gradient, the optimizer raises
             updates.apply(model, after)
-            self.clock.updated(model.trainable_variables)
         with tf.device(self.devices[0]), gathered_classes.read_in_pieces():
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
