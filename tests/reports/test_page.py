@@ -94,6 +94,12 @@ def test_a_run_with_little_in_it_has_a_page_that_says_so(lines: list[dict[str, A
     assert "Not measured: a run measures its memory at its end." in read.words
 
 
+def test_flops_and_mfu_are_among_the_first_figures(tmp_path: Path) -> None:
+    results = recorded.epochs(1)[0] | {"flops_per_step": 2.56e10, "mfu": 0.413}
+    run = recorded_run.read(recorded.write(tmp_path / "run", lines=recorded.epochs(1), results=results))
+    assert page.headline(run)["FLOPs"] == "25.6 GFLOP a step, MFU 41.3 %"
+
+
 def test_a_long_run_shows_some_epochs_and_all_in_the_picture(tmp_path: Path) -> None:
     run = recorded_run.read(recorded.write(tmp_path / "run", lines=recorded.epochs(2000)))
     text = page.report(run)

@@ -11,6 +11,7 @@ RESULTS = {
     **{"epochs": 10, "steps": 240, "accuracy": 0.98532, "loss": 0.04321, "f1_score": [0.5, 0.25]},
     **{"learning_rate": 0.001, "val_loss": 0.072109, "val_accuracy": 0.98},
     **{"examples_per_second": 9738.7, "step_milliseconds": 6.5718, "data_wait_share": 2e-4},
+    **{"flops_per_step": 2.56e10, "mfu": 0.413},
 }
 
 
@@ -33,6 +34,7 @@ def test_a_summary_says_metrics_one_speed_and_files_in_80_columns(directory: Run
         "f1_score       0.5000, 0.2500",
         "learning_rate  0.001",
         "speed          9,739 examples/s, 6.572 ms a step, 0 % of it waiting for data",
+        "FLOPs          25.6 GFLOP a step, MFU 41.3 %",
         f"model          {directory.model}, for",
     ):
         assert line in lines, lines

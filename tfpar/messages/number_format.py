@@ -8,6 +8,7 @@ import textwrap
 from typing import Any
 
 LABEL_COLUMNS = 11
+_FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def figure(value: Any) -> str:
@@ -40,6 +41,27 @@ def counted(number: float, noun: str) -> str:
         ('1 epoch', '1,500 steps')
     """
     return f"{figure(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def flops(number: float) -> str:
+    """Return a number of floating-point operations in the largest decimal unit that it reaches.
+
+    Example:
+        >>> flops(2.56e10), flops(352)
+        ('25.6 GFLOP', '352 FLOP')
+    """
+    size, unit = next(((size, unit) for size, unit in _FLOPS if number >= size), (1.0, ""))
+    return f"{three_digits(number / size) if unit else f'{number:.0f}'} {unit}FLOP"
+
+
+def describe_flops(flops_per_step: float, mfu: float | None) -> str:
+    """Return the model FLOPs of a step, and the MFU where it is known.
+
+    Example:
+        >>> describe_flops(2.56e10, 0.413), describe_flops(2.56e10, None)
+        ('25.6 GFLOP a step, MFU 41.3 %', '25.6 GFLOP a step')
+    """
+    return f"{flops(flops_per_step)} a step" + ("" if mfu is None else f", MFU {100 * mfu:.1f} %")
 
 
 def three_digits(value: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tfpar.config import toml
-from tfpar.messages.number_format import counted, figure, three_digits
+from tfpar.messages.number_format import counted, describe_flops, figure, three_digits
 from tfpar.messages.received import excerpt
 from tfpar.planning.quantities import duration, memory
 from tfpar.reports import events, pictures, templates
@@ -121,6 +121,9 @@ def headline(run: RecordedRun) -> dict[str, str]:
         rows["speed"] = f"{figure(round(figures['examples_per_second']))} examples/s"
     if is_number(figures.get("data_wait_share")):
         rows["waiting for data"] = f"{100 * figures['data_wait_share']:.0f} % of a step"
+    if is_number(figures.get("flops_per_step")):
+        mfu = figures.get("mfu")
+        rows["FLOPs"] = describe_flops(figures["flops_per_step"], mfu if is_number(mfu) else None)
     if run.fullest_bytes is not None:
         rows["peak memory"] = f"{memory(run.fullest_bytes)} on the fullest device"
     elif is_number(run.process_bytes):

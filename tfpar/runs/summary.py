@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar.messages.number_format import LABEL_COLUMNS, counted, figure, line
+from tfpar.messages.number_format import LABEL_COLUMNS, counted, describe_flops, figure, line
 from tfpar.runs.directory import RunDirectory
 
 _COUNTS = ("epochs", "steps", "weights_of_epoch")
 _SPEED = ("examples_per_second", "step_milliseconds", "data_wait_share")
+_FLOPS = ("flops_per_step", "mfu")
 
 
 def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
@@ -43,7 +44,7 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
         directory: Its folder.
         results: What `results.json` holds.
     """
-    metrics = {name: value for name, value in results.items() if name not in (*_COUNTS, *_SPEED)}
+    metrics = {name: value for name, value in results.items() if name not in (*_COUNTS, *_SPEED, *_FLOPS)}
     rows = {"trained": f"{counted(results['epochs'], 'epoch')}, {counted(results['steps'], 'step')}"}
     if "weights_of_epoch" in results:
         rows["trained"] += f"; the weights are those of epoch {results['weights_of_epoch']}"
@@ -55,6 +56,8 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
             rows[name] = figure(value)
     if speed := _speed(results):
         rows["speed"] = speed
+    if "flops_per_step" in results:
+        rows["FLOPs"] = describe_flops(results["flops_per_step"], results.get("mfu"))
     logs = [directory.metrics, *([directory.tensorboard] if directory.tensorboard.exists() else [])]
     rows |= {
         "model": f"{directory.model}, for keras.models.load_model",

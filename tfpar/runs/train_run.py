@@ -28,6 +28,7 @@ from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor,
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
+from tfpar.runs.model_flops import ModelFlops
 from tfpar.runs.prediction_file import PredictionRecorder
 from tfpar.runs.run_reporter import RunReporter
 from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
@@ -196,10 +197,15 @@ def _fit_and_save(
     throughput, metrics_file = callbacks.Throughput(), callbacks.MetricsFile(directory.metrics)
     watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
+    tensorboard = directory.tensorboard / "flops" if run.callbacks.tensorboard else None
+    flops = ModelFlops(trainer.strategy, throughput, run.training.global_batch_size, tensorboard)
     asked_for = [*callbacks_from_settings(run, directory, throughput), *([] if profile is None else [profile])]
     try:
         _fit(
-            run, trainer, checkpoints, [watch, throughput, reporter.clock(throughput), metrics_file, *asked_for, table]
+            run,
+            trainer,
+            checkpoints,
+            [watch, throughput, flops, reporter.clock(throughput), metrics_file, *asked_for, table],
         )
     except OSError:
         # Its loss is the reason. A chief without all of the state cannot save, because the other workers have stopped.
@@ -212,6 +218,7 @@ def _fit_and_save(
         reporter.end(events.INTERRUPTED)
         return False
     results = _results(run, trainer, throughput, metrics_file, restored_epoch(asked_for))
+    results |= flops.figures(results)
     if trainer.strategy.is_chief and (stop := early_stop(asked_for)):
         print(f"\n{line('', stop, 0)}")
         reporter.note_early_stop(stop)
