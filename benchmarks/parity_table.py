@@ -29,7 +29,7 @@ CASES = (
     "`steps_per_execution=2`",
     "second model in one process",
 )
-# What parity means: tfpar.parity.TOLERANCES["float64"], which cannot be imported without TensorFlow.
+# What parity means: tfpar.comparable.TOLERANCES["float64"], which cannot be imported without TensorFlow.
 TOLERANCE = 1e-9
 TIMEOUT_SECONDS = 180.0
 NUM_WORDS_OF_ERROR = 8

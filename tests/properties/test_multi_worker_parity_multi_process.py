@@ -18,7 +18,8 @@ from tests.support import extent, small, workers
 from tests.support import multi_worker_cases as cases
 from tests.support.multi_worker_cases import Trained
 from tests.support.worker_program_parity import SHARDED
-from tfpar.parity import TOLERANCES, relative_difference
+from tfpar.comparable import TOLERANCES
+from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 

@@ -15,7 +15,8 @@ import pytest
 import tfpar
 from tests.support import extent, objective_cases, once, parity_cases
 from tests.support.parity_cases import Case
-from tfpar.parity import TOLERANCES, relative_difference
+from tfpar.comparable import TOLERANCES
+from tfpar.parity import relative_difference
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

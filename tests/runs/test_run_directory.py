@@ -111,7 +111,7 @@ def test_settings_that_change_no_weight_are_marked_in_their_sections() -> None:
         *("training.epochs", "training.steps_per_call", "training.checkpoint_seconds", "training.keep_checkpoints"),
         "training.nonfinite_loss",
         *(f"strategy.{name}" for name in RUN.strategy.model_dump()),
-        *("callbacks.tensorboard", "callbacks.report", "callbacks.check_replicas_every_steps"),
+        *("callbacks.tensorboard", "callbacks.report", "callbacks.save_best", "callbacks.check_replicas_every_steps"),
     }
 
 

@@ -68,7 +68,7 @@ def test_the_backward_pass_waits_for_no_sum_of_results_of_the_forward_pass(
     strategy = tfpar.MultiWorker(["CPU:0", "CPU:1"])
     trainer = tfpar.Trainer(build_tagger, strategy, seed=0)
     trainer.fit(data(arrays), verbose=0)
-    spec = strategy.distribute(data(arrays)).dataset.element_spec
+    spec = strategy.distribute(data(arrays)).dataset.element_spec[:-1]  # without the digest
     step = tf.function(lambda *batch: strategy.train_step(trainer.model, batch), autograph=False)
     operations = step.get_concrete_function(*spec).graph.get_operations()
     backward = set().union(*(needs(op) for op in operations if op.type == "MatMul" and "gradient_tape" in op.name))
