@@ -78,7 +78,6 @@ FACES = ["tfpar/__init__.py", "tfpar/strategies/__init__.py", "tfpar/pipeline/__
 MODULES = [path for path in python_files("tfpar") if str(path.relative_to(ROOT)) not in FACES]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_tool_complains(command: list[str]) -> None:
     completed = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
