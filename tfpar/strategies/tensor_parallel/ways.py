@@ -145,8 +145,3 @@ def _whole_because(variable: Any) -> str:
     if variable.constraint is not None:
         return "its constraint needs all of it"
     return "it is overwritten by its gradient" if variable.overwrite_with_gradient else ""
-
-
-def names_of_divided(model: keras.Model, layout: Layout) -> Mapping[str, Any]:
-    """Return the division of each divided weight by its path."""
-    return {one.path: layout.weights[id(one)] for one in model.variables if id(one) in layout.weights}
