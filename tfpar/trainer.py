@@ -217,7 +217,7 @@ class Trainer:
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch, "steps_per_epoch")
         equal_workers.check_fit(
-            self.strategy, (x, y, sample_weight), epochs=epochs, shuffle=shuffle, checkpoints=bool(checkpoints),
+            self.strategy, epochs=epochs, shuffle=shuffle, checkpoints=bool(checkpoints),
             class_weight=class_weight, validation=(validation_data is None, validation_split, validation_freq),
         )  # fmt: skip
         if validation_split and validation_data is None:

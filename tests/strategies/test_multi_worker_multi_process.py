@@ -360,8 +360,7 @@ def test_data_that_workers_read_in_parts_are_refused_before_the_first_step(job: 
     for messages in results_of(job, "data_in_parts"):
         assert len(messages) == 3, "fit, evaluate and predict"
         for message in messages:
-            assert message.startswith("All workers must read the same global batches"), message
-            assert "worker 1 has shard(2, 1) where that of the chief has shard(2, 0)" in message
+            assert "worker 1 has read another batch than the chief in step 1" in message, message
 
 
 def test_other_data_to_predict_on_a_worker_are_refused(job: workers.Workers) -> None:
@@ -369,7 +368,7 @@ def test_other_data_to_predict_on_a_worker_are_refused(job: workers.Workers) -> 
     for messages, outputs in results:
         of_arrays, of_generator = messages
         assert "the data ('1 steps with batches of 8 examples' instead of '2 steps with batches of 8" in of_arrays
-        assert "the first batch (" in of_generator
+        assert "worker 1 has read another batch than the chief in step 1" in of_generator
         np.testing.assert_array_equal(outputs, results[0][1])
 
 

@@ -280,10 +280,6 @@ ROWS = [
     _tensorflow("tensorflow.python.ops.gen_math_ops", "add_n", "ops/math_ops", "sums in the order of their arguments"),
     _tensorflow("tensorflow.python.framework.ops.Operation", "_set_attr", "framework/ops", "the same"),
     # Datasets of workers
-    _tensorflow("tensorflow.python.data.ops.shard_op", "_ShardDataset", "data/ops/shard_op", "workers read alike"),
-    _tensorflow("", "_num_shards _index", "data/ops/shard_op", "the same"),
-    _tensorflow("tensorflow.python.data.ops.shuffle_op", "_ShuffleDataset", "data/ops/shuffle_op", "the same"),
-    _tensorflow("", "_seed _seed2", "data/ops/shuffle_op", "the same"),
     _tensorflow("tensorflow.python.data.ops.random_op", "_RandomDataset", "data/ops/random_op", "the same"),
     _tensorflow("tensorflow.python.framework.ops.Graph", "_get_function", "framework/ops", "the same"),
     _tensorflow(

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import random_op, shard_op, shuffle_op
+from tensorflow.python.data.ops import random_op
 
 from tfpar._compat import tf_graph, versions
 
-_Shard, _Shuffle = versions.private(shard_op, "_ShardDataset"), versions.private(shuffle_op, "_ShuffleDataset")
 _Random = versions.private(random_op, "_RandomDataset")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-
-
-def shards_and_seeds(dataset: tf.data.Dataset) -> Iterator[str]:
-    """Yield a text for each `shard` and `shuffle` of a dataset, its last one first.
-
-    Not for those inside of the function of an `interleave` or a `flat_map`.
-
-    Args:
-        dataset: Any dataset.
-
-    Example:
-        >>> list(shards_and_seeds(tf.data.Dataset.range(9).shard(3, 1).batch(2)))
-        ['shard(3, 1)']
-    """
-    if isinstance(dataset, _Shard):
-        yield f"shard({int(_number(dataset, '_num_shards'))}, {int(_number(dataset, '_index'))})"
-    if isinstance(dataset, _Shuffle):
-        yield f"shuffle with the seeds {int(_number(dataset, '_seed'))} and {int(_number(dataset, '_seed2'))}"
-    for one in versions.private(dataset, "_inputs")():
-        yield from shards_and_seeds(one)
 
 
 def drawn_components(dataset: tf.data.Dataset) -> list[bool]:
@@ -98,7 +77,3 @@ def _drawn_outputs(graph: Any, drawn_inputs: Sequence[bool]) -> list[bool]:
 def _draws(operations: set[str]) -> bool:
     is_python = bool(operations & tf_graph.PYTHON) and not any("Generator" in one for one in operations)
     return is_python or any("Random" in operation or operation == "Multinomial" for operation in operations)
-
-
-def _number(dataset: tf.data.Dataset, name: str) -> tf.Tensor:
-    return versions.private(dataset, name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,37 +21,36 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, tf_datasets
-from tfpar.loops import function_code
+from tfpar._compat import keras_model
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.strategies import Strategy
 
 # Left out: automatic names count the objects of a process, seeds may be drawn, and the chief's weights, with its
 # learning rate, are broadcast.
 _LEFT_OUT = ("name", "seed", "learning_rate", "registered_name", "build_config")
-_NUM_ROWS = 256
 _LARGEST_DIFFERENCE = 1e-5
 
 
-def check_fit(strategy: Strategy, examples: Any, **arguments: Any) -> None:
+def check_fit(strategy: Strategy, **arguments: Any) -> None:
     """Refuse workers that call `fit` with other arguments.
 
     Args:
         strategy: The strategy of the workers.
-        examples: Arrays `[examples, ...]`, of which some rows are compared; other sources of data are not read.
-        **arguments: Further arguments, by name.
+        **arguments: Arguments of `fit`, by name.
 
     Raises:
         ValueError: If an argument of a worker is not that of the chief; on every worker.
     """
-    if strategy.num_workers == 1:
-        return
-    facts = {f"the argument {name} of fit": json.dumps(_plain(value)) for name, value in arguments.items()}
-    strategy.require_equal({**facts, "the arrays given to fit": _digest_of_rows(examples)})
+    if strategy.num_workers > 1:
+        strategy.require_equal(
+            {f"the argument {name} of fit": json.dumps(_plain(value)) for name, value in arguments.items()}
+        )
 
 
 def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochIterator) -> None:
-    """Refuse workers whose data have other sizes, or whose Python code yields another first batch.
+    """Refuse workers whose data have other sizes, or whose shards have another source.
+
+    The batches themselves are compared by their digests (`read_order`).
 
     Args:
         strategy: The strategy of the workers.
@@ -66,42 +64,9 @@ def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochI
         return
     steps = epoch_iterator.steps_per_epoch or "any number of"
     facts = {"the data": f"{steps} steps with batches of {epoch_iterator.batch_size} examples"}
-    if isinstance(dataset, data.PythonBatches):
-        first = next(iter(dataset.first), None)
-        facts["the first batch"] = _digest_of_rows(first)
-    strategy.require_equal(facts)
-
-
-def check_dataset(strategy: Strategy, dataset: data.Batches) -> None:
-    """Refuse workers that read other parts or orders of the data: each trains on its part of the same global batches.
-
-    Args:
-        strategy: The strategy of the workers.
-        dataset: Global batches.
-
-    Raises:
-        ValueError: If a dataset is sharded, or shuffled with a seed, in another way than that of the chief, or if the
-            shards of a `Sharded` have another source.
-    """
-    if strategy.num_workers == 1:
-        return
     if isinstance(dataset, data.Sharded):
-        strategy.require_equal({"the files or examples of its shards, or their order": dataset.source})
-        return
-    found = "\n".join(tf_datasets.shards_and_seeds(dataset)) if isinstance(dataset, tf.data.Dataset) else ""
-    of_chief = strategy.broadcast(found.encode()).decode()
-    with strategy.raising_on_all_workers():
-        if found != of_chief:
-            own, other = next(pair for pair in zip(_parts(found), _parts(of_chief), strict=False) if len(set(pair)) > 1)
-            raise ValueError(
-                "All workers must read the same global batches, of which each trains on its part, and the dataset of "
-                f"worker {strategy.rank} has {own} where that of the chief has {other}. Give every worker all examples "
-                "in one order; for data that workers read in parts, see tfpar.data.by_file."
-            )
-
-
-def _parts(found: str) -> list[str]:
-    return [*found.splitlines(), "no more shard() or shuffle()"]
+        facts["the files or examples of its shards, or their order"] = dataset.source
+    strategy.require_equal(facts)
 
 
 def settings_of(model: keras.Model) -> str:
@@ -191,9 +156,6 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, types.FunctionType):
-        of_keras = keras_model.is_of_keras(value)
-        return value.__qualname__ if of_keras else {value.__qualname__: _plain(function_code.facts_of(value))}
     if isinstance(value, Mapping):
         if str(value.get("class_name")).endswith("DTypePolicy"):
             return str(value["config"])
@@ -206,8 +168,6 @@ def _plain(value: Any) -> Any:
         return _digest(value)
     kind = getattr(value, "__qualname__", None) or type(value).__qualname__
     settings = None
-    if isinstance(value, keras.layers.Lambda):
-        return {kind: _plain(value.function)}
     if hasattr(value, "get_config") and not isinstance(value, type | keras.Variable):
         with contextlib.suppress(Exception):  # a class without a configuration of its own
             settings = _plain(value.get_config())
@@ -217,19 +177,6 @@ def _plain(value: Any) -> Any:
 def _is_left_out(key: str, value: Any) -> bool:
     is_schedule = key == "learning_rate" and not isinstance(value, int | float | np.number)
     return "initializer" in key or (key in _LEFT_OUT and not is_schedule)
-
-
-def _digest_of_rows(examples: Any) -> str:
-    """Return the sizes of arrays and a digest of some of their rows; an empty text for other sources of data."""
-    leaves = [leaf for leaf in keras.tree.flatten(examples) if leaf is not None]
-    found = []
-    for leaf in leaves:
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "__getitem__") or len(leaf.shape) == 0:
-            return ""
-        with contextlib.suppress(Exception):  # sparse and ragged tensors, frames
-            rows = np.asarray(leaf[:: max(1, int(leaf.shape[0]) // _NUM_ROWS)])
-            found.append(f"{tuple(leaf.shape)} {_digest(rows)}")
-    return ", ".join(found)
 
 
 def _digest(array: np.ndarray) -> str:

@@ -150,7 +150,6 @@ class Preparation:
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
         """Count the examples of the first batch, and refuse workers whose data differ."""
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
-        equal_workers.check_dataset(self._strategy, dataset)
         equal_workers.check_data(self._strategy, dataset, epoch_iterator)
         if (digest := self._strategy.digest(epoch_iterator.peek())) is not None:
             self._read_order.note(0, [digest])
