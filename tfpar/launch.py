@@ -119,6 +119,8 @@ def main(argv: Sequence[str]) -> int:
         division = gpu_division.divide(gpus.find(os.environ), num_local, gpus_per_worker)
         command, restarts, seconds = [sys.executable, *words], _MAX_RESTARTS.value, _GRACE_SECONDS.value
         return launch(Job(command, num_local, cores_per_worker, restarts, seconds, division, host_plan))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

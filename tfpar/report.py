@@ -65,6 +65,8 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
         name = received.path(os.fsdecode(error.filename or "The report"))
         print(f"error: {name}: {error.strerror}. Choose another --output.", file=sys.stderr)

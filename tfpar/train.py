@@ -15,7 +15,7 @@ from absl import flags
 from tfpar import config
 from tfpar.cluster import tf_config
 from tfpar.cluster.other_worker_error import OtherWorkerError
-from tfpar.commands import command_line, standard_streams, start_up
+from tfpar.commands import command_line, start_up
 from tfpar.commands.number_flags import Integer, check_within
 from tfpar.commands.path_flags import FilePath
 from tfpar.config import bundled_configurations
@@ -100,8 +100,8 @@ def main(argv: list[str]) -> int:
 
     Returns:
         The exit code: 0 when trained, 1 on an error (2 for a worker if a restart would fail too, 3 if
-        another worker failed), 130 when interrupted
-        and 141 when the reader of the output is gone, both with a checkpoint to resume from.
+        another worker failed), 130 when interrupted, with a checkpoint to resume from. A `BrokenPipeError`, when the
+        reader of the output is gone, is left to `command_line.run`.
     """
     directory: RunDirectory | None = None
     try:
@@ -133,6 +133,9 @@ def main(argv: list[str]) -> int:
             print(summary.already_trained(directory, results))
             return 0
         return _train(run, directory, is_chief)
+    except BrokenPipeError:
+        _report(directory)
+        raise
     except Exception as error:
         sentence = _sentence(error, _DIRECTORY.value, directory)
         if sentence is None:
@@ -187,15 +190,15 @@ def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
 
     # Workers other than the chief may have no disk to write on.
     messages = cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull))
-    with messages, standard_streams.outlived():
+    with messages:
         with start_up.importing():
             from tfpar.runs import train_run
 
         trained = train_run.train(run, directory, trace=_TRACE.value, profile_steps=_PROFILE.value or 0)
-    if not trained and is_chief and not standard_streams.unread():
+    if not trained and is_chief:
         command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
         print(f"Resume with the same command:\n  {command}")
-    return 0 if trained else standard_streams.UNREAD if standard_streams.unread() else start_up.INTERRUPTED
+    return 0 if trained else start_up.INTERRUPTED
 
 
 def _audit(run: config.Run, num_workers: int) -> int:
@@ -211,7 +214,7 @@ def _audit(run: config.Run, num_workers: int) -> int:
 def _evaluate(run: config.Run, directory: RunDirectory) -> int:
     from tfpar import cluster
 
-    with cluster.native_messages_to(Path(os.devnull)), standard_streams.outlived():
+    with cluster.native_messages_to(Path(os.devnull)):
         with start_up.importing():
             from tfpar.runs import evaluate_run
 

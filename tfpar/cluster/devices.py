@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING
 
 from tfpar.cluster import gpu_cards, gpus
-from tfpar.commands import standard_streams
 from tfpar.messages import tensorflow_log
 from tfpar.messages.received import excerpt
 
@@ -218,8 +217,7 @@ def native_messages_to(path: Path) -> Iterator[None]:
     terminal = os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     python_stderr = sys.stderr
-    own = os.fdopen(os.dup(terminal), "w", buffering=1, errors="backslashreplace")
-    sys.stderr = cast(TextIO, standard_streams.SafeStream(own, standard_streams.ignore))
+    sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1, errors="backslashreplace")
     os.dup2(log, 2)
     os.close(log)
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.metadata
+import io
 import os
 import platform
 import re
@@ -17,7 +19,7 @@ from absl import app, flags
 from absl.flags import FLAGS, FlagValues
 
 import tfpar
-from tfpar.commands import standard_streams, start_up
+from tfpar.commands import start_up
 from tfpar.messages.reasons import without_control_sequences
 from tfpar.messages.received import COLUMNS, excerpt, quoted
 from tfpar.messages.suggestions import closest
@@ -33,6 +35,7 @@ _MOST_COLUMNS = 100
 FAILED = 1
 REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
 OTHER_FAILED = 3  # of a worker that ends because another one failed
+UNREAD = 141  # 128 + SIGPIPE, as shells report it
 _LONGEST_NAME = 60  # of a flag
 
 
@@ -161,19 +164,31 @@ def run_plain(main: Callable[[], int], bug_code: int = FAILED) -> NoReturn:
     Raises:
         SystemExit: With the exit code.
     """
-    standard_streams.install()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = interruptible(lambda: _exit_code(main))
         sys.stdout.flush()
-    except standard_streams.UnwritableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
-    except Exception as bug:
-        sys.excepthook(type(bug), bug, bug.__traceback__)
+    except BrokenPipeError:  # as after `| head -1`
+        code = UNREAD
+        _drop_output()
+    except Exception as error:
         code = bug_code
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(f"error: {error}", file=sys.stderr)
+            _drop_output()
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
     sys.stderr.flush()
     start_up.ended()
     raise SystemExit(code)
+
+
+def _drop_output() -> None:
+    """Discard what standard output has buffered; Python would try to write it at its end, and print the error again."""
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 def interruptible(main: Callable[[], int]) -> int:

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from tfpar.commands import standard_streams
-
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _MODULES = ("tfpar", "tfpar.train", "tfpar.launch", "tfpar.doctor", "tfpar.plan")
 _SCRIPTS = ("tfpar-train", "tfpar-launch", "tfpar-doctor", "tfpar-plan")
@@ -30,11 +28,23 @@ def is_command() -> bool:
 def begin() -> None:
     """Prepare a command for its imports; nothing happens in any other process."""
     if is_command():
-        standard_streams.open_closed()
+        _open_closed_streams()
         # TensorFlow's import takes the descriptor 2 for itself.
         _terminal.append(os.dup(2))
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave)
+
+
+def _open_closed_streams() -> None:
+    """Open `/dev/null` in place of closed standard streams, as after `>&-`.
+
+    Otherwise the next opened file, such as a checkpoint, gets the descriptor to which native code writes its errors.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def imported() -> None:

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfpar import callbacks, config, data, strategies
 from tfpar.checkpoint import Checkpoints, Position
-from tfpar.commands import standard_streams
 from tfpar.config import settings_read
 from tfpar.interruption import interruptible
 from tfpar.loops.held_errors import HeldErrors
@@ -119,8 +118,7 @@ def _train(
         _print_repetition(run, directory, position, broken)
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
     prediction.begin(trainer.model, pipeline.get("record"))
-    with standard_streams.outlived(trainer.interrupt):
-        return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction, profile)
+    return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction, profile)
 
 
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
