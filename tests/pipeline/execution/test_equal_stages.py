@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support.extent import sampled
 from tfpar.pipeline.execution.compiled_stages import Programs
-from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -234,34 +232,6 @@ def test_blocks_with_other_factors_in_their_gradient_are_several_programs() -> N
     build = model_of(*[lambda factor=factor: [*dense(), Reversed(factor)] for factor in (*FACTORS, 1.0)])
     _, one, other, same, _ = programs_of(build, tfpar.Mirrored(shard="weights"))
     assert one.trace is same.trace is not other.trace
-
-
-def test_gradients_with_much_around_them_are_compared_in_bounded_time() -> None:
-    def many(depth: int) -> Callable[..., Any]:
-        inner = (lambda upstream: upstream) if depth == 0 else many(depth - 1)
-        return lambda upstream: (inner, inner)[0](upstream)
-
-    gradient, large = many(60), list(range(10**6))
-
-    @tf.custom_gradient
-    def function(values: tf.Tensor) -> Any:
-        return tf.identity(values), lambda upstream: gradient(upstream) + 0.0 * large[0]
-
-    graph = tf.function(function).get_concrete_function(tf.TensorSpec([2])).graph
-    began_seconds = time.perf_counter()
-    assert graph_key(graph) == graph_key(graph)
-    assert time.perf_counter() - began_seconds < 1.0
-
-
-def test_a_graph_with_a_captured_tensor_or_a_state_of_an_operation_has_no_equal() -> None:
-    table = tf.zeros([32, WIDTH])
-
-    def depends(body: Callable[[], Any]) -> bool:
-        return not depends_on_arguments_alone(tf.function(body).get_concrete_function().graph)
-
-    assert depends(lambda: table + 1.0)
-    assert depends(lambda: tf.random.normal([2]))
-    assert not depends(lambda: tf.random.stateless_normal([2], [1, 2]))
 
 
 def test_a_factor_outside_of_the_configuration_makes_another_program() -> None:

@@ -3,8 +3,8 @@
     layer calls ─► forward pass ─► key ─┬─ of an earlier stage ─► its trace, for this stage too
                                         └─ new ─► backward pass ─► a trace of its own
 
-A backward pass depends on the operations of the forward pass alone. So a stage with the operations of an earlier one,
-such as the next of many equal blocks, has its trace, and nothing of it is differentiated, split or compiled again.
+A stage with the layer calls of an earlier one, such as the next of many equal blocks, has its trace, and nothing of it
+is differentiated, split or compiled again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tfpar._compat import (
     tf_tapes,
 )
 from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
-from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key, tensor_keys
 from tfpar.pipeline.execution.hidden_reads import hidden_reads
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_trace import BackwardTrace, StageTrace, StageVariables
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
 from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.partition.layer_settings import settings_of_calls
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.placement import host_sizes
@@ -100,7 +100,7 @@ def trace_stage(
             if training:
                 _check_losses_in_call(stage, forward.whole_losses, sent.outputs, sent.losses, values)
                 _check_reads(graph, variables, given, sources)
-            key = _key(graph, inputs, variables, forward, sent, needs_gradient) if divided is None else None
+            key = _key(graph, stage, inputs, variables, forward, sent, needs_gradient) if divided is None else None
             if key in traces:
                 return tensors_of(sent.outputs), (key, traces[key])
             trained = variable_values[: variables.num_trained]
@@ -167,19 +167,34 @@ def _pieces(tensor: Any) -> Any:
 
 def _key(
     graph: Any,
+    stage: Stage,
     inputs: Sequence[ValueSpec],
     variables: StageVariables,
     forward: _Forward,
     sent: _Sent,
     needs_gradient: Sequence[bool],
 ) -> Hashable:
-    """Return all that the trace of a stage depends on; None for one that depends on more than its operations."""
-    if forward.depends_on_more or not depends_on_arguments_alone(graph):
+    """Return all that the trace of a stage depends on; None for one that depends on more than its layer calls."""
+    # A captured tensor, or a state that TensorFlow holds for an operation, is that of one stage.
+    if forward.depends_on_more or graph.captures or any(op.op_def.is_stateful for op in graph.get_operations()):
         return None
-    results = tensor_keys(graph, [*sent.outputs, *sent.masks, *forward.new_states, *sent.losses])
+    calls, types = settings_of_calls(stage.calls, stage.inputs), tuple(op.type for op in graph.get_operations())
+    results = _positions(graph, [*sent.outputs, *sent.masks, *forward.new_states, *sent.losses])
     sizes = len(variables.parameters), variables.num_trained, len(variables.states), len(sent.outputs)
     specs = *inputs, *map(spec_of_output, [*sent.outputs, *sent.masks])
-    return graph_key(graph), results, sizes, specs, sent.activations, sent.unmasked, tuple(needs_gradient)
+    return calls, types, results, sizes, specs, sent.activations, sent.unmasked, tuple(needs_gradient)
+
+
+def _positions(graph: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the positions of tensors in a graph, None for None; a ragged or sparse tensor has several."""
+    numbers = {op: number for number, op in enumerate(graph.get_operations())}
+
+    def positions(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        return type(tensor).__name__, tuple((numbers[part.op], part.value_index) for part in tensors_of(tensor))
+
+    return tuple(map(positions, tensors))
 
 
 def _concrete_function(body: Callable[..., Any], *specs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The settings of a layer call, by which calls of equal cost are found: each kind of call is measured once.
+"""The settings of layer calls: those of equal cost are measured once, and stages of equal calls are compiled once.
 
 The configuration of a layer does not hold all of them: a subclass of `Dense` with one more argument has the
 configuration of `Dense`, unless it overrides `get_config`, and a function has its name alone. So the attributes of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.keras_model import all_layers, is_of_keras
+from tfpar.pipeline.graph.ir import Call, Value
 
 
 def settings_of(operation: keras.Operation, with_trainable: bool = True) -> Hashable:
@@ -33,6 +34,44 @@ def settings_of(operation: keras.Operation, with_trainable: bool = True) -> Hash
         (True, False)
     """
     return _Settings(with_trainable).of_operation(operation, frozenset())
+
+
+def settings_of_calls(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashable:
+    """Return a value that is equal for layer calls that compute the same, whatever their names and weights.
+
+    Equal calls are connected in the same way, and share layers and weights in the same way.
+
+    Args:
+        calls: Layer calls in order. They must exist as long as the value.
+        inputs: The values that they take from others.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> layers = [keras.layers.Dense(width) for width in (4, 4, 8)]
+        >>> calls = trace(keras.Sequential([keras.Input((4,)), *layers])).calls
+        >>> first, same, other = (settings_of_calls([call], call.inputs) for call in calls)
+        >>> first == same, first == other
+        (True, False)
+    """
+    number_of: dict[Any, int] = {}
+
+    def numbered(item: Any) -> int:
+        return number_of.setdefault(item if isinstance(item, Value) else id(item), len(number_of))
+
+    def of_leaf(leaf: Any) -> Hashable:
+        return ("value", numbered(leaf)) if isinstance(leaf, Value) else settings.of_value(leaf, frozenset())
+
+    def of_call(call: Call) -> Hashable:
+        arguments = call.args, dict(call.kwargs)
+        return (
+            settings.of_operation(call.operation, frozenset()), numbered(call.operation),
+            tuple(map(numbered, call.variables)), repr(keras.tree.map_structure(lambda leaf: None, arguments)),
+            tuple(map(of_leaf, keras.tree.flatten(arguments))), call.training, call.autocast_dtype,
+            tuple(map(numbered, call.outputs)),
+        )  # fmt: skip
+
+    settings = _Settings(with_trainable=True)
+    return tuple(map(numbered, inputs)), tuple(map(of_call, calls))
 
 
 def settings_of_model(model: keras.Model) -> Hashable:
@@ -101,9 +140,9 @@ class _Settings:
         """Return those of the attributes of an operation, without some `others`, and TensorFlow's own."""
         own = {name: value for name, value in vars(operation).items() if name not in others}
         own = {name: value for name, value in own.items() if not name.startswith(("_self_", "_tfpar_"))}
-        return self._of(own, above | {id(operation)})
+        return self.of_value(own, above | {id(operation)})
 
-    def _of(self, value: Any, above: frozenset[int]) -> Hashable:
+    def of_value(self, value: Any, above: frozenset[int]) -> Hashable:
         """Return the settings in a value of an attribute; the identity of what is unknown.
 
         Args:
@@ -116,11 +155,11 @@ class _Settings:
             return "above"
         above = above | {id(value)}
         if isinstance(value, Mapping):
-            return tuple((repr(key), self._of(item, above)) for key, item in value.items())
+            return tuple((repr(key), self.of_value(item, above)) for key, item in value.items())
         if isinstance(value, list | tuple):
-            return tuple(self._of(item, above) for item in value)
+            return tuple(self.of_value(item, above) for item in value)
         if isinstance(value, set | frozenset):
-            return frozenset(self._of(item, above) for item in value)
+            return frozenset(self.of_value(item, above) for item in value)
         if isinstance(value, keras.Variable):
             return tuple(value.shape), value.dtype, self._with_trainable and value.trainable
         if tf.is_tensor(value) and tf.is_symbolic_tensor(value):  # a layer keeps a tensor of its call
