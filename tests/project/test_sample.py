@@ -26,6 +26,12 @@ def test_not_crossed(strategy, case): pass
 @pytest.mark.parametrize("number", range(5))
 def test_few(number): pass
 
+@pytest.mark.few(1)
+@pytest.mark.crossed
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+@pytest.mark.parametrize("number", range(2))
+def test_few_of_crossed(number, strategy): pass
+
 @pytest.mark.extended
 def test_extended(): pass
 """
@@ -52,6 +58,7 @@ def test_rows_that_are_all_different_are_all_taken() -> None:
 def test_few_rows_are_spread_over_their_table() -> None:
     assert spread(range(9), 3) == [0, 4, 8]
     assert spread(range(2), 3) == [0, 1]
+    assert spread(range(9), 1) == [0]
 
 
 def test_ci_takes_a_sample_of_crossed_tests_and_no_extended_one(pytester: pytest.Pytester) -> None:
@@ -71,6 +78,7 @@ def test_ci_takes_a_sample_of_crossed_tests_and_no_extended_one(pytester: pytest
         *(f"test_not_crossed[{case}-{strategy}]" for case in ("Adam", "SGD") for strategy in ("mirrored", "pipeline")),
         "test_few[0]",
         "test_few[4]",
+        "test_few_of_crossed[0-mirrored]",
     ]
 
 

@@ -18,10 +18,12 @@ Row = TypeVar("Row")
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Return the tests that `--whole-tables` adds: those marked extended, most rows of those marked crossed or few."""
-    extended = {item for item in items if item.get_closest_marker("extended")}
-    crossed = [{*rows}.difference(sample(rows, [*map(_values, rows)])) for rows in _tables(items, "crossed")]
-    few = [{*rows}.difference(spread(rows, _number_of(rows[0]))) for rows in _tables(items, "few")]
-    return extended.union(*crossed, *few)
+    left = {item for item in items if item.get_closest_marker("extended")}
+    for rows in _tables(items, "crossed"):
+        left |= {*rows}.difference(sample(rows, [*map(_values, rows)]))
+    for rows in _tables([item for item in items if item not in left], "few"):
+        left |= {*rows}.difference(spread(rows, _number_of(rows[0])))
+    return left
 
 
 def spread(rows: Sequence[Row], number: int) -> list[Row]:
@@ -29,10 +31,10 @@ def spread(rows: Sequence[Row], number: int) -> list[Row]:
 
     Args:
         rows: All rows.
-        number: How many to return, at least two.
+        number: How many to return; of one, the first.
     """
-    if number >= len(rows):
-        return list(rows)
+    if number >= len(rows) or number == 1:
+        return list(rows[:number])
     return [rows[round(place * (len(rows) - 1) / (number - 1))] for place in range(number)]
 
 
