@@ -10,15 +10,16 @@ python -m tfpar.launch --num_workers 2 --hosts a,b -- -m tfpar.doctor         be
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import sys
 
 from absl import flags
 
-from tfpar.checks import examination, workers
-from tfpar.checks.check import exit_code
-from tfpar.checks.doctor import doctor, reported
-from tfpar.checks.model_source import ModelSource
+from tfpar.checks import workers
+from tfpar.checks.doctor import doctor, examine
+from tfpar.checks.models import ModelSource
+from tfpar.checks.report import exit_code, reported
 from tfpar.cluster import job_secret, tf_config
 from tfpar.commands import callable_module, command_line
 from tfpar.commands.number_flags import Integer, check_within
@@ -58,7 +59,6 @@ _LOGICAL_CPUS = flags.DEFINE(
     flag_values=_VALUES,
 )
 MOST_LOGICAL_CPUS, MOST_WORKERS = 64, 64
-SECONDS_TO_SERVE = 120.0
 COMMAND = command_line.Command(
     name="tfpar.doctor",
     usage=["[FLAG ...]"],
@@ -104,11 +104,11 @@ def main(argv: list[str]) -> int:
             return _in_job(job)
         check_within("logical_cpus", _LOGICAL_CPUS.value, 1, MOST_LOGICAL_CPUS)
         check_within("num_workers", _NUM_WORKERS.value, 1, MOST_WORKERS)
-        source = _source()
-        if source is not None:
-            source.run()  # raises if the configuration is wrong
-        found = examination.examine(_LOGICAL_CPUS.value, source, _NUM_WORKERS.value)
-        return exit_code(reported(found, _output()))
+        code = exit_code(reported(examine(_LOGICAL_CPUS.value, _source(), _NUM_WORKERS.value), _output()))
+        if multiprocessing.active_children():  # within a broken driver one may never end, and Python would wait for it
+            sys.stdout.flush()
+            os._exit(code)
+        return code
     except (ValueError, OSError) as error:
         print("\n".join(command_line.error_lines(str(error))), file=sys.stderr)
         return 2
@@ -130,9 +130,11 @@ def _in_job(job: tf_config.Job) -> int:
         return 0
     if job.rank == 0:
         return exit_code(reported(workers.check(job, secret), _output()))
-    if workers.serve(job, secret, SECONDS_TO_SERVE):
+    if workers.serve(job, secret):
         return 0
-    raise ValueError(f"The chief at {job.addresses[0]} has not ended the examination within {SECONDS_TO_SERVE:g} s.")
+    raise ValueError(
+        f"The chief at {job.addresses[0]} has not ended the examination within {workers.SERVE_SECONDS:g} s."
+    )
 
 
 callable_module.make_callable(__name__, lambda: doctor)

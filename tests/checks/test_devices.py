@@ -2,172 +2,150 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
-from tests.support import faulty_devices
-from tfpar.checks import child_processes, devices, together
-from tfpar.checks.check import Check
-from tfpar.checks.child_processes import Outcome
+from tests.support import doctor_faults
+from tfpar.checks import devices
+from tfpar.checks.processes import Outcome
+from tfpar.checks.report import Check
 from tfpar.cluster import gpus
 
-NAMES = ["CPU:0", "CPU:1"]
 NO_GPUS = gpus.Found(())
 ONE_GPU = gpus.Found((gpus.Gpu("0", "GPU-1", 0, 80000),))
 # A child starts TensorFlow.
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
 
 
-@pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(child_processes, "PROGRAM", faulty_devices.__name__)
-    monkeypatch.setenv(faulty_devices.VARIABLE, request.param)
+def by_name(checks: Iterable[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
 
 
-def wrong(checks: dict[str, Check]) -> dict[str, str]:
-    return {name: check.figure for name, check in checks.items() if check.status == "WRONG"}
-
-
-@pytest.mark.parametrize("fault", ["flip CPU:1"], indirect=True)
-def test_a_device_that_flips_a_bit_is_named(fault: None) -> None:
-    found = devices.examine(NAMES, NO_GPUS, at_once=2)
-    assert list(wrong(found)) == ["CPU:1"]
-    assert "the product is wrong in 1 of 65,536 values" in found["CPU:1"].figure
-    assert "CPU:1" in found["CPU:1"].way_out
-    assert found["CPU:0"].figure.startswith("product, convolution, XLA right")
-
-
-@pytest.mark.parametrize(
-    ("fault", "figure"),
-    [
-        ("hang CPU:1", "it hung: no answer within 15 s in the convolution"),
-        ("crash CPU:1", "its process ended by SIGSEGV"),
-    ],
-    indirect=["fault"],
-)
-def test_a_device_that_hangs_or_crashes_is_named(fault: None, figure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_DEVICE_SECONDS", 15.0)
-    found = devices.examine(["CPU:1"], NO_GPUS, at_once=1)
-    assert figure in wrong(found)["CPU:1"]
+def test_devices_that_flip_a_bit_hang_or_crash_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor_faults.inject(monkeypatch, "flip CPU:1, hang CPU:2")
+    monkeypatch.setattr(devices, "SECONDS", 20.0)
+    checks = by_name(devices.each(["CPU:0", "CPU:1", "CPU:2"], NO_GPUS, at_once=3))
+    assert checks["CPU:0"].figure.startswith("product, convolution, XLA right")
+    assert "the product is wrong in 1 of 65,536 values" in checks["CPU:1"].figure
+    assert "CPU:1" in checks["CPU:1"].way_out
+    assert checks["CPU:2"].figure == "it hung: no answer within 20 s in the convolution"
+    doctor_faults.inject(monkeypatch, "crash CPU:2")
+    checks |= by_name(devices.each(["CPU:2"], NO_GPUS, at_once=1))
+    assert "its process ended by SIGSEGV" in checks["CPU:2"].figure
+    assert [check.status for check in checks.values()] == ["ok", "WRONG", "WRONG"]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("fault", ["flip_copy CPU:1"], indirect=True)
-def test_a_copy_that_flips_a_bit_is_named(fault: None) -> None:
-    found = {check.name: check for check in together.measure(NAMES, NO_GPUS)}
-    assert list(wrong(found)) == ["copy CPU:0 to CPU:1"]
-    assert "1 of 1,048,576 words arrive with other bits" in found["copy CPU:0 to CPU:1"].figure
+def test_a_copy_that_flips_a_bit_and_a_device_that_sleeps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor_faults.inject(monkeypatch, "flip_copy CPU:1, sleep CPU:2")
+    checks = by_name(devices.together(["CPU:0", "CPU:1", "CPU:2"], NO_GPUS))
+    wrong = [name for name, check in checks.items() if check.status == "WRONG"]
+    assert wrong == ["copy CPU:0 to CPU:1", "copy CPU:2 to CPU:1"]
+    assert "1 of 1,048,576 words arrive with other bits" in checks[wrong[0]].figure
+    assert "equal bits in 4 ordered pairs" in checks["copies"].figure
+    assert checks["speed of CPU:2"].status == "slow"
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("fault", ["sleep CPU:2"], indirect=True)
-def test_a_device_that_sleeps_is_named(fault: None) -> None:
-    found = [check for check in together.measure([*NAMES, "CPU:2"], NO_GPUS) if check.name.startswith("speed")]
-    assert ("speed of CPU:2", "slow") in [(check.name, check.status) for check in found]
-
-
-def seen(**changes: object) -> Outcome:
+def seen(errors: str = "", **changes: object) -> Outcome:
     result = {"num_cpus": 1, "gpus": [], "built_with_cuda": True, "cuda": "12.5", "cudnn": "9", "started": []}
-    return Outcome({**result, **{name: value for name, value in changes.items() if name != "errors"}}, "", "", "",
-                   str(changes.get("errors", "")))  # fmt: skip
+    return Outcome({**result, **changes}, errors=errors)
 
 
 @pytest.mark.parametrize(
     ("outcome", "reason", "way_out"),
     [
         (seen(built_with_cuda=False), "built without CUDA", "tfpar[cuda]"),
-        (seen(errors="W0 Cannot dlopen some GPU libraries. Please"), "cannot load CUDA's libraries", "and-cuda"),
-        (seen(errors="Could not find cuda drivers\nfailed call to cuInit: x (303)"), "no libcuda.so.1", "--gpus all"),
-        (seen(errors="kernel version 550.1 does not match DSO 560.2"), "driver and its library differ", "restart"),
-        (seen(errors="failed call to cuInit: INTERNAL: CUDA error: x"), "CUDA does not start", "CUDA 12.5"),
+        (seen("W0 Cannot dlopen some GPU libraries. Please"), "cannot load CUDA's libraries (Cannot", "and-cuda"),
+        (seen("Could not find cuda drivers\nfailed call to cuInit: x (303)"), "no libcuda.so.1", "--gpus all"),
+        (seen("kernel version 550.1 does not match DSO 560.2"), "driver and its library differ", "restart"),
+        (seen("failed call to cuInit: INTERNAL: CUDA error: x"), "CUDA does not start", "CUDA 12.5"),
+        (seen(), "CUDA does not start (without a message)", "CUDA 12.5"),
     ],
 )
 def test_a_gpu_that_tensorflow_does_not_see_is_explained(outcome: Outcome, reason: str, way_out: str) -> None:
-    check, number = devices.judged_sight(ONE_GPU, outcome)
+    check, number = devices.seen(ONE_GPU, outcome)
     assert (check.status, number) == ("WRONG", 0)
     assert reason in check.figure
     assert way_out in check.way_out
 
 
-def test_a_tensorflow_that_does_not_start_is_wrong() -> None:
-    check, _ = devices.judged_sight(NO_GPUS, Outcome(None, "its process ended by SIGILL after 1 s"))
-    assert check.status == "WRONG"
-    assert "SIGILL" in check.figure
-
-
-def test_gpus_are_examined_one_by_one_if_they_do_not_start_together() -> None:
-    check, number = devices.judged_sight(ONE_GPU, Outcome(None, "it hung: no answer within 60 s"))
-    assert (check.status, number) == ("WRONG", 1)
-    assert "each GPU is started by itself" in check.way_out
+@pytest.mark.parametrize(
+    ("available", "problem", "number", "way_out"),
+    [
+        (NO_GPUS, "its process ended by SIGILL after 1 s", 0, "python -c 'import tensorflow'"),
+        (ONE_GPU, "it hung: no answer within 60 s", 1, "each GPU is started by itself"),
+    ],
+)
+def test_a_tensorflow_that_does_not_start_is_wrong(
+    available: gpus.Found, problem: str, number: int, way_out: str
+) -> None:
+    check, num_gpus = devices.seen(available, Outcome(None, problem))
+    assert (check.status, num_gpus) == ("WRONG", number)
+    assert problem in check.figure
+    assert way_out in check.way_out
 
 
 def test_a_device_is_examined_alone() -> None:
-    on_cpu = devices.alone("step", {}, "CPU:0", ONE_GPU, 1.0)
+    on_cpu = devices.on_device("model_tasks.step", "CPU:0", ONE_GPU)
     assert on_cpu.environment == {"CUDA_VISIBLE_DEVICES": "-1"}
     two = gpus.Found((gpus.Gpu("3"), gpus.Gpu("GPU-8f3c1a2e")), is_users=True)
-    task = devices.alone("examine", {}, "GPU:1", two, 1.0)
+    task = devices.on_device("device_tasks.examine", "GPU:1", two)
     assert task.environment == {"CUDA_VISIBLE_DEVICES": "GPU-8f3c1a2e"}
     assert task.arguments == {"device": "GPU:0"}
 
 
 def test_devices_that_fail_are_not_started_with_the_others() -> None:
     three = gpus.Found((gpus.Gpu("4"), gpus.Gpu("5"), gpus.Gpu("6")), is_users=True)
-    variables, names = devices.together(["GPU:0", "GPU:2"], three)
+    variables, names = devices.visible(["GPU:0", "GPU:2"], three)
     assert variables == {"CUDA_VISIBLE_DEVICES": "4,6"}
     assert names == {"GPU:0": "GPU:0", "GPU:2": "GPU:1"}
-    assert devices.together(["CPU:1"], NO_GPUS) == ({}, {"CPU:1": "CPU:1"})
+    assert devices.visible(["CPU:1"], NO_GPUS) == ({}, {"CPU:1": "CPU:1"})
 
 
-def result(**changes: object) -> Outcome:
+def result(num_wrong: int = 0, seconds: float = 1.0, algorithm: str = "nccl", **wrong: Any) -> Outcome:
     copy = {"source": "GPU:0", "target": "GPU:1", "num_wrong": 0, "num_words": 8, "gb_per_second": 20.0}
-    sizes = [{"num_bytes": 4096, "seconds": 1e-4, "wrong": changes.get("wrong", [])}]
+    sizes = [{"num_bytes": 4096, "seconds": 1e-4, "wrong": [], **wrong}]
     return Outcome(
         {
-            "seconds": {"GPU:0": 1.0, "GPU:1": changes.get("seconds", 1.0), "GPU:2": 1.0},
-            "copies": [copy, {**copy, "source": "host", "num_wrong": changes.get("num_wrong", 0)}],
-            "all_reduce": {"algorithm": changes.get("algorithm", "nccl"), "sizes": sizes},
+            "seconds": {"GPU:0": 1.0, "GPU:1": seconds, "GPU:2": 1.0},
+            "copies": [copy, {**copy, "source": "host", "num_wrong": num_wrong}],
+            "all_reduce": {"algorithm": algorithm, "sizes": sizes},
         }
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "name", "figure"),
+    ("outcome", "status", "name", "figure", "way_out"),
     [
-        ({}, "ok", "all-reduce", "NCCL: 4 KiB in 0.10 ms"),
-        ({"seconds": 1.2}, "slow", "speed of GPU:3", "1.20 times the median"),
-        ({"num_wrong": 2}, "WRONG", "copy host to GPU:3", "2 of 8 words arrive with other bits"),
-        ({"wrong": ["GPU:1"]}, "WRONG", "all-reduce", "wrong sums by NCCL on GPU:3"),
+        (result(), "ok", "all-reduce", "NCCL: 4 KiB in 0.10 ms", ""),
+        (result(seconds=1.2), "slow", "speed of GPU:3", "1.20 times the median", "clocks, heat"),
+        (result(num_wrong=2), "WRONG", "copy host to GPU:3", "2 of 8 words arrive with other bits", "leave GPU:3 out"),
+        (result(wrong=["GPU:1"]), "WRONG", "all-reduce", "wrong sums by NCCL on GPU:3", "Try NCCL_P2P_DISABLE=1, and"),
+        (
+            result(wrong=["GPU:1"], algorithm="reduction_to_one_device"),
+            *("WRONG", "all-reduce", "wrong sums by reduction to one device on GPU:3", "Leave GPU:3 out"),
+        ),
     ],
 )
-def test_gpus_are_named_as_they_are_here(changes: dict[str, object], status: str, name: str, figure: str) -> None:
-    found = {check.name: check for check in together.judged(result(**changes), {"GPU:0": "GPU:0", "GPU:1": "GPU:3",
-                                                                               "GPU:2": "GPU:4"})}  # fmt: skip
-    assert found[name].status == status
-    assert figure in found[name].figure
-    assert [check.name for check in found.values() if check.status not in ("ok", status)] == []
+def test_gpus_are_named_as_they_are_here(outcome: Outcome, status: str, name: str, figure: str, way_out: str) -> None:
+    checks = by_name(devices.measured(outcome, {"GPU:0": "GPU:0", "GPU:1": "GPU:3", "GPU:2": "GPU:4"}))
+    assert checks[name].status == status
+    assert figure in checks[name].figure
+    assert way_out in checks[name].way_out
+    assert [check.name for check in checks.values() if check.status not in ("ok", status)] == []
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "way_out"),
+    ("problem", "stage", "way_out"),
     [
-        ("nccl", "Try NCCL_P2P_DISABLE=1, and Mirrored(all_reduce='hierarchical_copy')."),
-        ("reduction_to_one_device", "Leave GPU:1 out of the strategy's devices, and have it examined."),
+        ("it hung", "the copy from GPU:0 to GPU:1", "NCCL_P2P_DISABLE=1"),
+        ("ImportError: no such backend", "the start of TensorFlow", "It stopped at the start of TensorFlow."),
     ],
 )
-def test_the_way_out_of_a_wrong_sum_suits_its_algorithm(algorithm: str, way_out: str) -> None:
-    names = {f"GPU:{number}": f"GPU:{number}" for number in range(3)}
-    (check,) = [one for one in together.judged(result(wrong=["GPU:1"], algorithm=algorithm), names) if one.way_out]
-    assert (check.name, check.way_out) == ("all-reduce", way_out)
-
-
-def test_a_process_of_devices_together_that_hangs_says_where() -> None:
-    (check,) = together.judged(
-        Outcome(None, "it hung: no answer within 60 s", stage="the copy from GPU:0 to GPU:1"), {}
-    )
-    assert check.status == "WRONG"
-    assert "the copy from GPU:0 to GPU:1" in check.figure
-    assert "NCCL_P2P_DISABLE=1" in check.way_out
-
-
-def test_a_process_of_devices_that_does_not_begin_is_no_matter_of_copies() -> None:
-    (check,) = together.judged(Outcome(None, "ImportError: no such backend", stage="the start of TensorFlow"), {})
-    assert check.way_out == "It stopped at the start of TensorFlow."
+def test_a_process_of_devices_together_that_fails_says_where(problem: str, stage: str, way_out: str) -> None:
+    (check,) = devices.measured(Outcome(None, problem, stage=stage), {})
+    assert (check.status, check.figure) == ("WRONG", f"{problem} at {stage}")
+    assert way_out in check.way_out
+    assert ("Peer-to-peer" in check.way_out) == ("copy" in stage)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-import tfpar
 from tfpar.checks import machine, report
-from tfpar.checks.check import Check, exit_code
+from tfpar.checks.report import Check, exit_code
 from tfpar.cluster import gpus
 
 
@@ -66,7 +64,7 @@ CHECKS = [
 
 
 def test_no_line_is_longer_than_80_columns() -> None:
-    text = "\n".join([*map(report.lines, CHECKS), report.summary(CHECKS), report.issue_block(CHECKS)])
+    text = "\n".join([*map(str, CHECKS), report.summary(CHECKS), report.issue_block(CHECKS)])
     assert max(map(len, text.splitlines())) <= 80
     assert "-> Switch peer-to-peer copies off." in text
 
@@ -79,13 +77,9 @@ def test_the_block_for_an_issue_holds_what_is_not_ok_and_the_versions() -> None:
     assert block.endswith("4 checks: 2 ok, 1 slow, 1 WRONG.\n```")
 
 
-def test_the_exit_code_is_that_of_the_worst() -> None:
+def test_the_exit_code_is_that_of_the_worst(capsys: pytest.CaptureFixture[str]) -> None:
     assert [exit_code(CHECKS[:1]), exit_code(CHECKS[2:]), exit_code(CHECKS)] == [0, 1, 2]
-    assert json.loads(report.to_json(CHECKS))["exit_code"] == 2
-    assert json.loads(report.to_json(CHECKS))["checks"][2]["values"] == {"seconds": 0.012}
-
-
-def test_the_function_is_a_function_after_an_import_of_the_command() -> None:
-    command = importlib.import_module("tfpar.doctor")
-    assert callable(tfpar.doctor)
-    assert command.doctor is importlib.import_module("tfpar.checks.doctor").doctor
+    assert report.reported(CHECKS, "json") == CHECKS
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["exit_code"] == 2
+    assert printed["checks"][2]["values"] == {"seconds": 0.012}

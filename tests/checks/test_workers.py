@@ -7,12 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import faulty_devices, faulty_workers, hosts
-from tfpar.checks import worker_service, workers
-from tfpar.checks.check import Check
+from tests.support import doctor_faults, hosts
+from tfpar.checks import workers
+from tfpar.checks.report import Check
 from tfpar.cluster import tf_config
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
@@ -47,9 +48,8 @@ def test_workers_on_one_machine_are_examined() -> None:
 def test_a_worker_with_a_fault_is_named(
     fault: str, name: str, status: str, figure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "PROGRAM", faulty_workers.__name__)
+    doctor_faults.inject(monkeypatch, fault)
     monkeypatch.setattr(workers, "START_SECONDS", 3.0)
-    monkeypatch.setenv(faulty_devices.VARIABLE, fault)
     found = by_name(workers.check_local(3))
     assert found[name].status == status
     assert figure in found[name].figure
@@ -62,22 +62,22 @@ def test_a_worker_with_a_fault_is_named(
 def service() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
-    one = worker_service.Service(tf_config.Job((address, "127.0.0.1:1"), 0, "chief"), SECRET)
+    service = workers.Service(tf_config.Job((address, "127.0.0.1:1"), 0, "chief"), SECRET)
     yield address
-    one.close()
+    service.has_ended.set()
 
 
 def test_a_worker_answers_only_those_with_the_job_secret(service: str) -> None:
-    assert worker_service.ask(service, SECRET, {"do": "reach"}) == {"127.0.0.1:1": "Connection refused"}
+    assert workers.ask(service, SECRET, "reach") == {"127.0.0.1:1": "Connection refused"}
     with pytest.raises(ValueError, match="another TFPAR_JOB_SECRET"):
-        worker_service.ask(service, b"another secret of 16", {"do": "facts"})
+        workers.ask(service, b"another secret of 16", "facts")
 
 
-@pytest.mark.parametrize("request_", [{}, {"do": "send", "rank": 7, "num_bytes": 1}, {"do": "receive"}, [], {"do": 3}])
-def test_a_request_that_is_none_harms_nothing(service: str, request_: object) -> None:
+@pytest.mark.parametrize(("do", "others"), [("", {}), ("send", {"rank": 7}), (3, {})])
+def test_a_request_that_is_none_harms_nothing(service: str, do: Any, others: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="ended"):
-        worker_service.ask(service, SECRET, request_)  # type: ignore[arg-type]
-    assert worker_service.ask(service, SECRET, {"do": "facts"})
+        workers.ask(service, SECRET, do, **others)
+    assert workers.ask(service, SECRET, "facts")
 
 
 def test_another_program_at_the_address_is_said() -> None:
@@ -90,7 +90,7 @@ def test_another_program_at_the_address_is_said() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ValueError, match="another program answers there"):
-            worker_service.ask(f"127.0.0.1:{server.getsockname()[1]}", SECRET, {"do": "facts"})
+            workers.ask(f"127.0.0.1:{server.getsockname()[1]}", SECRET, "facts")
         thread.join()
 
 

@@ -1,156 +1,208 @@
-"""Which devices TensorFlow sees, and whether each of them computes rightly by itself."""
+"""Which devices TensorFlow sees, whether each computes rightly by itself, and how they work together."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfpar.checks.check import Check
-from tfpar.checks.child_processes import Outcome, Task, run_tasks
+from tfpar.checks.processes import Outcome, Task, started
+from tfpar.checks.report import Check
 from tfpar.cluster import gpus
 
-_SIGHT_SECONDS, _DEVICE_SECONDS = 60.0, 60.0
-_OF_TENSORFLOW = (  # lines that TensorFlow 2.21 prints while it looks for GPUs
-    r"Cannot dlopen some GPU libraries[^\n]*",
-    r"Could not load dynamic library[^\n]*",
-    r"kernel version \S+ does not match[^\n]*",
-    r"Could not find cuda drivers[^\n]*",  # cuInit fails after it, too
-    r"failed call to cuInit[^\n]*",
-    r"CUDA_ERROR_\w+[^\n]*",
+SECONDS = 60.0
+SLOW_FACTORS = {"GPU": 1.1, "CPU": 1.5}  # of the median; logical CPUs share cores with each other and other programs
+# Lines that TensorFlow 2.21 prints while it looks for GPUs, what they mean, and the way out.
+_NOT_SEEN = (
+    (
+        "Cannot dlopen some GPU libraries|Could not load dynamic library",
+        "TensorFlow cannot load CUDA's libraries",
+        'Install its CUDA libraries: pip install "tensorflow[and-cuda]".',
+    ),
+    (
+        r"kernel version \S+ does not match|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+        "driver and its library differ",
+        "Load the driver again, or restart the machine.",
+    ),
+    (
+        "Could not find cuda drivers",  # cuInit fails after it, too
+        "TensorFlow finds no libcuda.so.1",
+        "In a container, start it with --gpus all; else install NVIDIA's driver.",
+    ),
+    (
+        r"failed call to cuInit|CUDA_ERROR_\w+|\Z",
+        "CUDA does not start",
+        "This TensorFlow needs a driver for CUDA {cuda}: nvidia-smi shows which one yours supports.",
+    ),
 )
+_ALGORITHMS = {
+    "nccl": "NCCL",
+    "hierarchical_copy": "hierarchical copies",
+    "reduction_to_one_device": "reduction to one device",
+}
 
 
-def see(found: gpus.Found) -> tuple[Check, int]:
-    """Return the devices of TensorFlow compared with those of nvidia-smi, and the number of GPUs it can use.
-
-    Args:
-        found: The GPUs of `gpus.find`.
-    """
-    (outcome,) = run_tasks([Task("see", {}, _SIGHT_SECONDS)])
-    return judged_sight(found, outcome)
-
-
-def judged_sight(found: gpus.Found, outcome: Outcome) -> tuple[Check, int]:
-    """Return the check of `see` from the end of its task.
-
-    Args:
-        found: The GPUs of `gpus.find`.
-        outcome: The end of the task `see`.
-    """
-    if outcome.result is None:
-        way_out = "Start python -c 'import tensorflow' by itself, and read its messages."
-        if found.gpus:
-            way_out = "Below, each GPU is started by itself: leave out those that fail, with CUDA_VISIBLE_DEVICES."
-        figure = f"TensorFlow does not start: {outcome.problem}"
-        return Check("devices", "WRONG", figure, "", way_out), len(found.gpus)
-    seen: dict[str, Any] = outcome.result
-    number, wanted = len(seen["started"]), len(found.gpus)
-    libraries = f"; CUDA {seen['cuda']}, cuDNN {seen['cudnn']}"
-    figure = (
-        f"{number} GPU(s): {', '.join(seen['gpus'])}{libraries}" if number else "no GPU: TensorFlow runs on the CPU"
-    )
-    if number >= wanted:
-        return Check("devices", "ok", figure, values=seen), number
-    reason, way_out = why_not_seen(found, seen, outcome.errors)
-    bound = f"{wanted} GPU(s) of {gpus.VARIABLE if found.is_users else 'nvidia-smi'}"
-    return Check("devices", "WRONG", f"{figure}; {reason}", bound, way_out, seen), number
-
-
-def why_not_seen(found: gpus.Found, seen: Mapping[str, Any], errors: str) -> tuple[str, str]:
-    """Return why TensorFlow sees fewer GPUs than nvidia-smi, as a clause, and the way out.
-
-    Args:
-        found: The GPUs of `gpus.find`.
-        seen: The result of the task `see`.
-        errors: What TensorFlow printed.
-    """
-    if not seen["built_with_cuda"]:
-        return "this TensorFlow is built without CUDA", 'Install tfpar[cuda], or pip install "tensorflow[and-cuda]".'
-    line = next((match[0] for pattern in _OF_TENSORFLOW if (match := re.search(pattern, errors))), "")
-    if "dlopen" in line or "dynamic library" in line:
-        way_out = 'Install its CUDA libraries: pip install "tensorflow[and-cuda]".'
-        return f"TensorFlow cannot load CUDA's libraries ({line})", way_out
-    if "does not match" in line or "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in line:
-        return f"driver and its library differ ({line})", "Load the driver again, or restart the machine."
-    if "cuda drivers" in line:
-        way_out = "In a container, start it with --gpus all; else install NVIDIA's driver."
-        return "TensorFlow finds no libcuda.so.1", way_out
-    way_out = f"This TensorFlow needs a driver for CUDA {seen['cuda']}: nvidia-smi shows which one yours supports."
-    return f"CUDA does not start ({line or 'without a message'})", way_out
-
-
-def examine(devices: Sequence[str], found: gpus.Found, at_once: int) -> dict[str, Check]:
-    """Return for each device whether its product, convolution and XLA-compiled function are right.
-
-    Args:
-        devices: Short names.
-        found: The GPUs of `gpus.find`, in the order of the devices.
-        at_once: How many devices are examined at the same time.
-    """
-    tasks = [alone("examine", {}, device, found, _DEVICE_SECONDS) for device in devices]
-    return {
-        device: judged_device(device, outcome)
-        for device, outcome in zip(devices, run_tasks(tasks, at_once), strict=True)
-    }
-
-
-def alone(name: str, arguments: Mapping[str, Any], device: str, found: gpus.Found, seconds: float) -> Task:
-    """Return a task on one device, in whose process the others are not visible.
-
-    Args:
-        name: Of the task; it takes the name of the device.
-        arguments: Its other arguments.
-        device: A short name.
-        found: The GPUs of `gpus.find`.
-        seconds: The time limit.
-    """
+def on_device(function: str, device: str, available: gpus.Found, seconds: float = SECONDS, **arguments: Any) -> Task:
+    """Return a task on one device, in whose process the other GPUs are not visible."""
     kind, _, number = device.partition(":")
     if kind == "CPU":
-        hidden = {gpus.VARIABLE: "-1"} if found.gpus else {}
-        return Task(name, {"device": device, **arguments}, seconds, hidden, int(number) + 1)
-    variables = {gpus.VARIABLE: found.gpus[int(number)].name} if int(number) < len(found.gpus) else {}
-    return Task(name, {"device": "GPU:0" if variables else device, **arguments}, seconds, variables)
+        hidden = {gpus.VARIABLE: "-1"} if available.gpus else {}
+        return Task(function, {"device": device, **arguments}, seconds, hidden, int(number) + 1)
+    variables, names = visible([device], available)
+    return Task(function, {"device": names[device], **arguments}, seconds, variables)
 
 
-def together(names: Sequence[str], found: gpus.Found) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables of a process that starts some GPUs only, and the name there of each, by its name here.
-
-    Args:
-        names: Short names of devices.
-        found: The GPUs of `gpus.find`.
-    """
-    numbers = [int(name.partition(":")[2]) for name in names]
-    if not names or not names[0].startswith("GPU") or max(numbers) >= len(found.gpus):
-        return {}, {name: name for name in names}
-    visible = ",".join(found.gpus[number].name for number in numbers)
-    return {gpus.VARIABLE: visible}, {name: f"GPU:{index}" for index, name in enumerate(names)}
+def visible(devices: Sequence[str], available: gpus.Found) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of a process that starts some GPUs only, and the name there of each, by its name here."""
+    numbers = [int(name.partition(":")[2]) for name in devices]
+    if not devices[0].startswith("GPU") or max(numbers) >= len(available.gpus):
+        return {}, {name: name for name in devices}
+    variables = {gpus.VARIABLE: ",".join(available.gpus[number].name for number in numbers)}
+    return variables, {name: f"GPU:{index}" for index, name in enumerate(devices)}
 
 
-def judged_device(device: str, outcome: Outcome) -> Check:
-    """Return the check of a device from the end of its task.
+def seen(available: gpus.Found, outcome: Outcome) -> tuple[Check, int]:
+    """Return the devices of TensorFlow compared with those of nvidia-smi, and the number of GPUs it can use."""
+    if outcome.result is None:
+        way_out = "Start python -c 'import tensorflow' by itself, and read its messages."
+        if available.gpus:
+            way_out = "Below, each GPU is started by itself: leave out those that fail, with CUDA_VISIBLE_DEVICES."
+        figure = f"TensorFlow does not start: {outcome.problem}"
+        return Check("devices", "WRONG", figure, "", way_out), len(available.gpus)
+    result: dict[str, Any] = outcome.result
+    number, wanted = len(result["started"]), len(available.gpus)
+    libraries = f"CUDA {result['cuda']}, cuDNN {result['cudnn']}"
+    figure = f"{number} GPU(s): {', '.join(result['gpus'])}; {libraries}"
+    figure = figure if number else "no GPU: TensorFlow runs on the CPU"
+    if number >= wanted:
+        return Check("devices", "ok", figure, values=result), number
+    reason, way_out = "this TensorFlow is built without CUDA", "Install tfpar[cuda]."
+    if result["built_with_cuda"]:
+        reason, way_out = _reason_in(outcome.errors)
+    bound = f"{wanted} GPU(s) of {gpus.VARIABLE if available.is_users else 'nvidia-smi'}"
+    return Check("devices", "WRONG", f"{figure}; {reason}", bound, way_out.format(**result), result), number
 
-    Args:
-        device: A short name.
-        outcome: The end of the task `examine`.
-    """
+
+def _reason_in(errors: str) -> tuple[str, str]:
+    """Return why TensorFlow sees fewer GPUs than nvidia-smi, as a clause, and the way out."""
+    for pattern, reason, way_out in _NOT_SEEN:
+        if match := re.search(f"(?:{pattern})[^\n]*", errors):
+            return f"{reason} ({match[0] or 'without a message'})", way_out
+    raise AssertionError("the last pattern fits every text")
+
+
+def each(devices: Sequence[str], available: gpus.Found, at_once: int) -> Iterator[Check]:
+    """Yield for each device whether its product, convolution and XLA-compiled function are right."""
+    tasks = [on_device("device_tasks.examine", device, available, SECONDS) for device in devices]
+    with started(tasks, at_once) as futures:
+        for device, future in zip(devices, futures, strict=True):
+            yield _examined(device, future.result())
+
+
+def _examined(device: str, outcome: Outcome) -> Check:
     way_out = f"Leave {device} out of the strategy's devices, and have it examined."
     if outcome.result is None:
         at = f" in the {outcome.stage}" if outcome.stage else ""
-        return Check(device, "WRONG", f"{outcome.problem}{at}", f"{_DEVICE_SECONDS:g} s", way_out)
+        return Check(device, "WRONG", f"{outcome.problem}{at}", f"{SECONDS:g} s", way_out)
     results: dict[str, Any] = outcome.result
-    problems = [text for name, result in results.items() if (text := _problem(name, result))]
-    if problems:
+    if problems := [text for name, result in results.items() if (text := _problem(name, result))]:
         return Check(device, "WRONG", "; ".join(problems), "exact results", way_out, results)
     seconds = sum(result["seconds"] for result in results.values())
-    figure = f"{', '.join(results)} right, {seconds:.1f} s with compilation"
-    return Check(device, "ok", figure, values=results)
+    return Check(device, "ok", f"{', '.join(results)} right, {seconds:.1f} s with compilation", values=results)
 
 
 def _problem(name: str, result: Mapping[str, Any]) -> str:
     if "problem" in result:
         return f"the {name} fails: {result['problem']}"
-    if result["num_wrong"]:
-        wrong, total = result["num_wrong"], result["num_values"]
-        return f"the {name} is wrong in {wrong:,} of {total:,} values, by up to {result['largest_error']:.3g}"
-    return ""
+    if not result["num_wrong"]:
+        return ""
+    wrong, total = result["num_wrong"], result["num_values"]
+    return f"the {name} is wrong in {wrong:,} of {total:,} values, by up to {result['largest_error']:.3g}"
+
+
+def together(devices: Sequence[str], available: gpus.Found) -> Iterator[Check]:
+    """Yield the speed of each device, the copies between each ordered pair, and the all-reduce by size."""
+    if not devices:
+        yield Check("speed and copies", "skipped", "no device computes rightly by itself")
+        return
+    # Without those that fail: to start them could hang.
+    variables, names = visible(devices, available)
+    kind = devices[0].partition(":")[0]
+    num_cpus = 1 if kind == "GPU" else max(int(name.partition(":")[2]) for name in devices) + 1
+    arguments = {"devices": list(names.values()), "slow_factor": SLOW_FACTORS[kind]}
+    with started([Task("device_tasks.measure", arguments, SECONDS, variables, num_cpus)]) as (future,):
+        yield from measured(future.result(), {name: device for device, name in names.items()})
+
+
+def measured(outcome: Outcome, names: Mapping[str, str]) -> Iterator[Check]:
+    """Yield the checks of `together` from the end of its task."""
+    if outcome.result is None:
+        at, way_out = (f" at {outcome.stage}", f"It stopped at {outcome.stage}.") if outcome.stage else ("", "")
+        if re.search("copy|all-reduce", outcome.stage):
+            way_out += " Peer-to-peer copies can be switched off with NCCL_P2P_DISABLE=1, or in the BIOS (ACS, IOMMU)."
+        yield Check("speed and copies", "WRONG", f"{outcome.problem}{at}", f"{SECONDS:g} s", way_out)
+        return
+    yield from _speeds({names[device]: seconds for device, seconds in outcome.result["seconds"].items()})
+    ends = ("source", "target")
+    yield from _copies(
+        [{**copy, **{end: names.get(copy[end], copy[end]) for end in ends}} for copy in outcome.result["copies"]]
+    )
+    yield _all_reduce(outcome.result["all_reduce"], names)
+
+
+def _speeds(seconds: Mapping[str, float]) -> Iterator[Check]:
+    if len(seconds) < 2:
+        yield Check("speed", "skipped", "one device has no other to be compared with", values=seconds)
+        return
+    median = statistics.median(seconds.values())
+    factor = SLOW_FACTORS[next(iter(seconds)).partition(":")[0]]
+    bound = f"{factor - 1:.0%} above the median"
+    way_out = "All replicas wait for it. Look at its clocks, heat and power limit, or leave it out of the devices."
+    slow = {name: value for name, value in seconds.items() if value > factor * median}
+    for name, value in slow.items():
+        figure = f"{1e3 * value:.1f} ms, {value / median:.2f} times the median"
+        yield Check(f"speed of {name}", "slow", figure, bound, way_out, {"seconds": value, "median_seconds": median})
+    if not slow:
+        most = max(seconds.values()) / median - 1
+        figure = f"the slowest device takes {most:.0%} more than the median of {1e3 * median:.1f} ms"
+        yield Check("speed", "ok", figure, bound, values=seconds)
+
+
+def _copies(copies: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Yield a line for each copy that is wrong, and one for the others; with GPUs, a line for each pair."""
+    num_right = 0
+    for copy in copies:
+        name = f"copy {copy['source']} to {copy['target']}"
+        if copy["num_wrong"]:
+            figure = f"{copy['num_wrong']:,} of {copy['num_words']:,} words arrive with other bits"
+            way_out = (
+                "Training over this pair gives wrong weights. Switch peer-to-peer copies off (ACS or IOMMU in the "
+                f"BIOS), or leave {copy['target']} out of the devices."
+            )
+            yield Check(name, "WRONG", figure, "equal bits", way_out, copy)
+        elif "GPU" in name:
+            yield Check(name, "ok", f"equal bits, {copy['gb_per_second']:.1f} GB/s", values=copy)
+        else:
+            num_right += 1
+    if num_right:
+        yield Check("copies", "ok", f"equal bits in {num_right} ordered pairs of logical CPUs")
+    if not copies:
+        yield Check("copies", "skipped", "one device has no other to copy to")
+
+
+def _all_reduce(result: Mapping[str, Any] | None, names: Mapping[str, str]) -> Check:
+    if result is None:
+        return Check("all-reduce", "skipped", "one device sums nothing")
+    algorithm = _ALGORITHMS.get(result["algorithm"], result["algorithm"])
+    if wrong := sorted({names[device] for row in result["sizes"] for device in row["wrong"]}):
+        way_out = f"Leave {', '.join(wrong)} out of the strategy's devices, and have it examined."
+        if result["algorithm"] == "nccl":
+            way_out = "Try NCCL_P2P_DISABLE=1, and Mirrored(all_reduce='hierarchical_copy')."
+        return Check("all-reduce", "WRONG", f"wrong sums by {algorithm} on {', '.join(wrong)}", "", way_out, result)
+    times = (f"{_size(row['num_bytes'])} in {1e3 * row['seconds']:.2f} ms" for row in result["sizes"])
+    return Check("all-reduce", "ok", f"{algorithm}: {', '.join(times)}", values=result)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 10} KiB" if num_bytes < 1 << 20 else f"{num_bytes >> 20} MiB"

@@ -1,18 +1,18 @@
-"""The function `tfpar.doctor`, and the printed report of the command."""
+"""The function `tfpar.doctor`: all checks in their order."""
 
 from __future__ import annotations
 
 import inspect
-import pickle
+import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tfpar.checks import examination, report
-from tfpar.checks.check import Check, exit_code
-from tfpar.checks.model_source import ModelSource, first_batch
+from tfpar.checks import devices, machine, models, workers
+from tfpar.checks.models import ModelSource
+from tfpar.checks.processes import Task, started
+from tfpar.checks.report import Check, reported
+from tfpar.cluster import cores, gpus
 from tfpar.config import bundled_configurations
 
 
@@ -51,20 +51,16 @@ def doctor(
         >>> [check.name for check in checks if check.status == "WRONG"]
         []
     """
-    with tempfile.TemporaryDirectory(prefix="tfpar-doctor-") as folder:
-        batch = ""
-        if dataset is not None:
-            batch = str(Path(folder) / "batch")
-            Path(batch).write_bytes(pickle.dumps(first_batch(dataset)))
-        source = None
-        if build_model is not None:
-            source = ModelSource(None, tuple(overrides), _name_of(build_model), batch=batch)
-        elif config is not None:
-            source = ModelSource(str(bundled_configurations.find(config)), tuple(overrides))
-        if source is not None:
-            source.run()  # raises if the configuration is wrong
-        found = examination.examine(num_logical_cpus, source, num_workers)
-        return reported(found, "text" if verbose else "nothing")
+    batch, source = None, None
+    if dataset is not None:
+        from tfpar.checks.model_tasks import first_batch  # imports TensorFlow
+
+        batch = first_batch(dataset)
+    if build_model is not None:
+        source = ModelSource(None, tuple(overrides), _name_of(build_model), batch=batch)
+    elif config is not None:
+        source = ModelSource(str(bundled_configurations.find(config)), tuple(overrides))
+    return reported(examine(num_logical_cpus, source, num_workers), "text" if verbose else "nothing")
 
 
 def _name_of(function: Callable[[], Any]) -> str:
@@ -79,22 +75,63 @@ def _name_of(function: Callable[[], Any]) -> str:
     return f"{inspect.getsourcefile(function)}:{name}"
 
 
-def reported(found: Iterable[Check], output: str) -> list[Check]:
-    """Return checks, and print each as soon as it is known.
+def examine(num_logical_cpus: int = 2, source: ModelSource | None = None, num_workers: int = 1) -> Iterator[Check]:
+    """Return the checks of this machine, of a model, and of workers on this machine, each as soon as it is known.
 
     Args:
-        found: The checks.
-        output: "text"; "json" for all of them at the end; or "nothing".
+        num_logical_cpus: Without GPUs: the number of logical CPUs that stand for devices.
+        source: The model; None without one.
+        num_workers: Number of workers that examine the network between them.
+
+    Raises:
+        ValueError: If the configuration of the model is wrong.
     """
-    checks = []
-    for check in found:
-        checks.append(check)
-        if output == "text":
-            print(report.lines(check), flush=True)
-    if output == "json":
-        print(report.to_json(checks))
-    if output == "text":
-        print(f"\n{report.summary(checks)}")
-        if exit_code(checks):
-            print(f"\nPaste this into an issue:\n\n{report.issue_block(checks)}")
-    return checks
+    if source is not None:
+        source.run()
+    return _examined(num_logical_cpus, source, num_workers)
+
+
+def _examined(num_logical_cpus: int, source: ModelSource | None, num_workers: int) -> Iterator[Check]:
+    yield machine.versions()
+    yield machine.driver(os.environ)
+    yield machine.memory()
+    available, problem = _gpus()
+    if problem is not None:
+        yield problem
+    yield machine.shared_memory(is_needed=len(available.gpus) > 1)
+    yield from machine.gpu_memory(available)
+    with started([Task("device_tasks.see", {}, devices.SECONDS)]) as (future,):
+        seen, num_gpus = devices.seen(available, future.result())
+    yield seen
+    names = [f"GPU:{number}" for number in range(num_gpus)] or [f"CPU:{number}" for number in range(num_logical_cpus)]
+    if seen.values or num_gpus:  # TensorFlow starts
+        yield from _of_devices(names, source, available)
+    if num_workers > 1:
+        yield from workers.check_local(num_workers)
+
+
+def _of_devices(names: Sequence[str], source: ModelSource | None, available: gpus.Found) -> Iterator[Check]:
+    at_once, right = cores.num_allowed_cores(), []
+    for check in devices.each(names, available, at_once):
+        yield check
+        right += [check.name] * (check.status == "ok")
+    yield from devices.together(right, available)
+    if source is None:
+        yield Check("model", "skipped", "none is named: --config or --model runs yours on every device")
+        return
+    for check in models.check(source, right, available, at_once):
+        yield check
+        if (check.name, check.status) == ("model", "WRONG"):
+            return
+    yield models.check_strategy(source, names, right)
+
+
+def _gpus() -> tuple[gpus.Found, Check | None]:
+    try:
+        available = gpus.find(os.environ)
+    except ValueError as error:
+        return gpus.Found(()), Check("nvidia-smi", "WRONG", str(error))
+    if available.problem:
+        way_out = "Restart the machine, or have the GPUs examined: nothing can use them as they are."
+        return available, Check("nvidia-smi", "WRONG", available.problem, "", way_out)
+    return available, None

@@ -1,4 +1,4 @@
-"""Checks of this machine without TensorFlow: versions, the driver, memory."""
+"""Checks of this machine without TensorFlow: versions, the driver, memory, and who else uses the GPUs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 import tfpar
-from tfpar.checks.check import Check
+from tfpar.checks.report import Check
 from tfpar.cluster import cores, gpus
 
 _PACKAGES = ("tensorflow", "keras", "numpy")
@@ -23,103 +23,71 @@ _MOST_TAKEN = 0.1  # part of a GPU's memory that other programs may hold
 
 def versions() -> Check:
     """Return the versions of tfpar, Python, TensorFlow, Keras and NumPy."""
-    found = {"tfpar": tfpar.__version__, "Python": platform.python_version()}
-    found |= {name: _installed(name) for name in _PACKAGES}
-    found["system"] = f"{platform.system()} {platform.release()}"
-    return Check("versions", "ok", ", ".join(f"{name} {one}" for name, one in found.items()), values=found)
-
-
-def _installed(package: str) -> str:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return "not installed"
-
-
-def memory(root: Path = Path("/")) -> Check:
-    """Return the free memory of this machine, and its cores.
-
-    Args:
-        root: The folder that holds `proc`.
-    """
-    values: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        rows = (root / "proc/meminfo").read_text()
-        values = {name: int(kib) << 10 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", rows)}
-    if "MemAvailable" not in values:
-        return Check("memory", "skipped", "/proc/meminfo cannot be read")
-    free, total = values["MemAvailable"], values["MemTotal"]
-    return Check(
-        "memory",
-        "ok" if free >= _LEAST_FREE_BYTES else "slow",
-        f"{_gigabytes(free)} of {_gigabytes(total)} free, {cores.num_allowed_cores()} cores",
-        f"{_gigabytes(_LEAST_FREE_BYTES)} free",
-        "" if free >= _LEAST_FREE_BYTES else "End other programs: each worker needs about 1 GB, and its data.",
-        {"free_bytes": free, "total_bytes": total},
-    )
-
-
-def shared_memory(folder: Path = Path("/dev/shm"), *, is_needed: bool) -> Check:
-    """Return the free space of `/dev/shm`, through which NCCL sends between GPUs of a machine.
-
-    Args:
-        folder: The folder of the shared memory.
-        is_needed: Whether there are several GPUs.
-    """
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        return Check(str(folder), "skipped", os.strerror(error.errno or 0))
-    is_low = is_needed and free < _LEAST_SHARED_BYTES
-    return Check(
-        str(folder),
-        "WRONG" if is_low else "ok",
-        f"{_gigabytes(free)} free",
-        f"{_gigabytes(_LEAST_SHARED_BYTES)} for several GPUs" if is_needed else "",
-        "Start the container with --shm-size=8g, or --ipc=host." if is_low else "",
-        {"free_bytes": free},
-    )
+    values = {"tfpar": tfpar.__version__, "Python": platform.python_version()}
+    for package in _PACKAGES:
+        values[package] = "not installed"
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            values[package] = metadata.version(package)
+    values["system"] = f"{platform.system()} {platform.release()}"
+    return Check("versions", "ok", ", ".join(f"{name} {value}" for name, value in values.items()), values=values)
 
 
 def driver(environment: Mapping[str, str], root: Path = Path("/")) -> Check:
-    """Return the version of NVIDIA's driver.
-
-    Args:
-        environment: The variables of this process.
-        root: The folder that holds `proc`.
-    """
+    """Return the version of NVIDIA's driver."""
     with contextlib.suppress(OSError):
         text = (root / "proc/driver/nvidia/version").read_text()
-        if found := re.search(r"Kernel Module.*?(\d+\.[\d.]+)", text):
-            return Check("driver", "ok", f"NVIDIA {found[1]}", values={"driver": found[1]})
+        if match := re.search(r"Kernel Module.*?(\d+\.[\d.]+)", text):
+            return Check("driver", "ok", f"NVIDIA {match[1]}", values={"driver": match[1]})
     if shutil.which("nvidia-smi", path=environment.get("PATH")):
         return Check("driver", "ok", "nvidia-smi is installed; /proc/driver/nvidia is not visible here")
     return Check("driver", "skipped", "no NVIDIA driver on this machine: the checks run on CPUs")
 
 
-def gpu_memory(found: gpus.Found) -> list[Check]:
-    """Return for each GPU how much of its memory other programs hold; call it before TensorFlow starts.
+def memory(root: Path = Path("/")) -> Check:
+    """Return the free memory of this machine, and its cores."""
+    try:
+        rows = re.findall(r"(\w+):\s+(\d+) kB", (root / "proc/meminfo").read_text())
+    except OSError:
+        return Check("memory", "skipped", "/proc/meminfo cannot be read")
+    num_bytes = {name: int(kib) << 10 for name, kib in rows}
+    free, total = num_bytes["MemAvailable"], num_bytes["MemTotal"]
+    figure = f"{_gigabytes(free)} of {_gigabytes(total)} free, {cores.num_allowed_cores()} cores"
+    way_out = "" if free >= _LEAST_FREE_BYTES else "End other programs: each worker needs about 1 GB, and its data."
+    values = {"free_bytes": free, "total_bytes": total}
+    return Check(
+        "memory", "slow" if way_out else "ok", figure, f"{_gigabytes(_LEAST_FREE_BYTES)} free", way_out, values
+    )
 
-    Args:
-        found: The GPUs of `gpus.find`.
-    """
-    checks = []
-    for number, gpu in enumerate(found.gpus):
+
+def shared_memory(folder: Path = Path("/dev/shm"), *, is_needed: bool) -> Check:
+    """Return the free space of `/dev/shm`, through which NCCL sends between GPUs of a machine."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Check(str(folder), "skipped", os.strerror(error.errno or 0))
+    bound = f"{_gigabytes(_LEAST_SHARED_BYTES)} for several GPUs" if is_needed else ""
+    is_low = is_needed and free < _LEAST_SHARED_BYTES
+    way_out = "Start the container with --shm-size=8g, or --ipc=host." if is_low else ""
+    values = {"free_bytes": free}
+    return Check(str(folder), "WRONG" if is_low else "ok", f"{_gigabytes(free)} free", bound, way_out, values)
+
+
+def gpu_memory(available: gpus.Found) -> Iterator[Check]:
+    """Yield for each GPU how much of its memory other programs hold; call it before TensorFlow starts."""
+    for number, gpu in enumerate(available.gpus):
         if gpu.used_mib is None or not gpu.total_mib:
             continue
-        taken = gpu.used_mib / gpu.total_mib
-        checks.append(
-            Check(
-                f"memory of GPU {number}",
-                "ok" if taken <= _MOST_TAKEN else "slow",
-                f"{gpu.total_mib - gpu.used_mib:,} of {gpu.total_mib:,} MiB free",
-                f"{_MOST_TAKEN:.0%} taken by others",
-                ""
-                if taken <= _MOST_TAKEN
-                else f"nvidia-smi lists the programs on it: end them, or leave this GPU out with {gpus.VARIABLE}.",
-                {"used_mib": gpu.used_mib, "total_mib": gpu.total_mib},
-            )
+        is_taken = gpu.used_mib > _MOST_TAKEN * gpu.total_mib
+        figure = f"{gpu.total_mib - gpu.used_mib:,} of {gpu.total_mib:,} MiB free"
+        way_out = f"nvidia-smi lists the programs on it: end them, or leave this GPU out with {gpus.VARIABLE}."
+        yield Check(
+            f"memory of GPU {number}",
+            "slow" if is_taken else "ok",
+            figure,
+            f"{_MOST_TAKEN:.0%} taken by others",
+            way_out if is_taken else "",
+            {"used_mib": gpu.used_mib, "total_mib": gpu.total_mib},
         )
-    return checks
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -1,13 +1,13 @@
-"""The results of checks as text of 80 columns, as JSON, and as a block to paste into an issue."""
+"""The result of a check, and results as text of 80 columns, as JSON, and as a block to paste into an issue."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
-from tfpar.checks.check import Check, exit_code
 from tfpar.messages.received import excerpt
 
 COLUMNS = 80
@@ -15,30 +15,75 @@ _STATUS_COLUMNS, _NAME_COLUMNS = 8, 24
 _LONGEST_TEXT = 600  # of one check; a message of TensorFlow can be pages long
 
 
-def lines(check: Check) -> str:
-    """Return one check: status, name, figure and bound, and its way out on a line of its own.
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: What was checked, such as "copy GPU:0 to GPU:1".
+        status: "ok"; "slow" if it works, but worse than the bound; "WRONG" if results are wrong or missing; "skipped"
+            if it does not apply here.
+        figure: What was measured, with units.
+        bound: What it was compared with; empty without a bound.
+        way_out: What to do, a sentence; empty if nothing is to be done.
+        values: The figures as numbers and texts, for `--json`.
 
     Example:
-        >>> print(lines(Check("memory", "ok", "61.2 GB free", "1 GB")))
-        ok      memory                  61.2 GB free (bound: 1 GB)
+        >>> Check("copy GPU:0 to GPU:1", "ok", "bits equal, 21.4 GB/s").status
+        'ok'
     """
-    text = excerpt(f"{check.figure} (bound: {check.bound})" if check.bound else check.figure, _LONGEST_TEXT)
-    indent = " " * (_STATUS_COLUMNS + _NAME_COLUMNS)
-    begin = f"{check.status:{_STATUS_COLUMNS}}{check.name:{_NAME_COLUMNS - 1}} "
-    if len(begin) > len(indent):  # a long name has a line of its own
-        begin = f"{begin.rstrip()}\n{indent}"
-    found = [_wrapped(text, begin, indent)]
-    if check.way_out:
-        found.append(_wrapped(excerpt(check.way_out, _LONGEST_TEXT), f"{' ' * _STATUS_COLUMNS}-> ", " " * 11))
-    return "\n".join(found)
+
+    name: str
+    status: Literal["ok", "slow", "WRONG", "skipped"]
+    figure: str
+    bound: str = ""
+    way_out: str = ""
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return lines of 80 columns: status, name, figure and bound, and the way out on a line of its own."""
+        text = excerpt(f"{self.figure} (bound: {self.bound})" if self.bound else self.figure, _LONGEST_TEXT)
+        indent = " " * (_STATUS_COLUMNS + _NAME_COLUMNS)
+        begin = f"{self.status:{_STATUS_COLUMNS}}{self.name:{_NAME_COLUMNS - 1}} "
+        lines = []
+        if len(begin) > len(indent):  # a long name has a line of its own
+            lines, begin = [begin.rstrip()], indent
+        lines.append(_wrapped(text, begin, indent))
+        if self.way_out:
+            lines.append(_wrapped(excerpt(self.way_out, _LONGEST_TEXT), f"{' ' * _STATUS_COLUMNS}-> ", " " * 11))
+        return "\n".join(lines)
 
 
 def _wrapped(text: str, begin: str, indent: str) -> str:
-    first, _, last = begin.rpartition("\n")
-    filled = textwrap.fill(
-        text, COLUMNS, initial_indent=last, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False
-    )
-    return f"{first}\n{filled}" if first else filled
+    return textwrap.fill(text, COLUMNS, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def exit_code(checks: Iterable[Check]) -> int:
+    """Return the exit code of the command: 2 if something is wrong, 1 if something is slow, else 0.
+
+    Example:
+        >>> exit_code([Check("a", "ok", ""), Check("b", "slow", "")])
+        1
+    """
+    statuses = {check.status for check in checks}
+    return 2 if "WRONG" in statuses else 1 if "slow" in statuses else 0
+
+
+def reported(checks: Iterable[Check], output: str) -> list[Check]:
+    """Return checks, and print each as soon as it is known."""
+    known = []
+    for check in checks:
+        known.append(check)
+        if output == "text":
+            print(check, flush=True)
+    if output == "json":
+        listed = [dataclasses.asdict(check) for check in known]
+        print(json.dumps({"exit_code": exit_code(known), "checks": listed}, indent=2))
+    if output == "text":
+        print(f"\n{summary(known)}")
+        if exit_code(known):
+            print(f"\nPaste this into an issue:\n\n{issue_block(known)}")
+    return known
 
 
 def summary(checks: Sequence[Check]) -> str:
@@ -53,17 +98,6 @@ def summary(checks: Sequence[Check]) -> str:
     return f"{len(checks)} checks: {', '.join(counts)}."
 
 
-def to_json(checks: Sequence[Check]) -> str:
-    """Return all checks and the exit code as JSON.
-
-    Example:
-        >>> json.loads(to_json([Check("memory", "ok", "61.2 GB free")]))["exit_code"]
-        0
-    """
-    listed = [dataclasses.asdict(check) for check in checks]
-    return json.dumps({"exit_code": exit_code(checks), "checks": listed}, indent=2)
-
-
 def issue_block(checks: Sequence[Check]) -> str:
     """Return the versions, the machine and all checks that are not ok, as a block of Markdown.
 
@@ -72,5 +106,5 @@ def issue_block(checks: Sequence[Check]) -> str:
         '```text'
     """
     facts = ("versions", "driver", "devices")
-    shown = [one for one in checks if one.name in facts or one.status in ("slow", "WRONG")]
-    return "\n".join(["```text", *map(lines, shown), summary(checks), "```"])
+    shown = [check for check in checks if check.name in facts or check.status in ("slow", "WRONG")]
+    return "\n".join(["```text", *map(str, shown), summary(checks), "```"])

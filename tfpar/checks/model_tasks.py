@@ -1,0 +1,253 @@
+"""What the doctor's processes compute with a user's model: one step on a device, three under a strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpar
+from tfpar import comparable, config, data, strategies
+from tfpar._compat import tf_kernels
+from tfpar.checks import doctor
+from tfpar.checks.models import ModelSource
+from tfpar.checks.processes import at_stage
+from tfpar.config import settings_read
+from tfpar.full_precision import full_precision
+from tfpar.messages.received import quoted
+from tfpar.messages.users_code import last_place
+from tfpar.parity import log_differences, weight_differences
+from tfpar.reduction import objective
+from tfpar.runs import run_data, user_trainer
+from tfpar.strategies import model_checks
+from tfpar.strategies.single_device import forward_backward
+
+_NUM_STEPS = 3
+_NUM_EXAMPLES, _FREE_SIZE = 8, 8  # of a batch that is made up, and of axes without a size
+
+
+def step(device: str, source: ModelSource, dtype: str | None, start: Any) -> dict[str, Any]:
+    """Run one step of a model on one device."""
+    at_stage("the model function")
+    strategy = tfpar.SingleDevice(device)
+    trainer, dataset = _trainer(source, strategy, dtype)
+    model: keras.Model = trainer.model
+    weights, batch = start or (None, first_batch(dataset))
+    batch = _cast(batch, dtype)
+    with strategy.creation_scope():
+        model_checks.build(model, batch, "train")
+        weights = weights or model.get_weights()
+        model.set_weights(weights)
+    at_stage("a step of the model")
+    with full_precision():
+        function = tf.function(lambda: one_step(model, batch, strategy), autograph=False).get_concrete_function()
+        loss, gradients = function()
+    return {
+        "loss": float(loss),
+        "gradients": {path: tf.convert_to_tensor(gradient).numpy() for path, gradient in gradients.items()},
+        "num_weights": len(model.trainable_variables),
+        "policy": model.dtype_policy.name,
+        "start": (weights, batch) if start is None else None,
+        "num_operations": len(function.graph.get_operations()),
+        "without_kernel": _without_kernel(function.graph),
+    }
+
+
+def one_step(model: keras.Model, batch: Any, strategy: tfpar.SingleDevice) -> tuple[Any, dict[str, Any]]:
+    """Return the loss and the gradients; of a model of several losses, the loss of a step that updates its weights."""
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    if objective.objectives_of(model):
+        return strategy.train_step(model, batch), {}
+    with strategy.creation_scope():
+        loss, _, gradients = forward_backward(model, inputs, targets, weights)
+    pairs = zip(model.trainable_variables, gradients, strict=True)
+    return loss, {variable.path: gradient for variable, gradient in pairs if gradient is not None}
+
+
+def _without_kernel(graph: Any) -> list[dict[str, Any]]:
+    """Return the operations that GPUs have no kernel for, with the line that creates each, or else its layer."""
+    nodes = [(op.node_def, last_place(op.traceback)) for op in graph.get_operations()]
+    # TensorFlow does not record the lines of the bodies of loops and conditions.
+    nodes += [(node, None) for function in graph.as_graph_def().library.function for node in function.node_def]
+    lacking = []
+    for node, place in nodes:
+        definition = tf_kernels.op_def(node.op)
+        if definition is None:  # a call of a function
+            continue
+        if tf_kernels.gpu_kernel(node.op, tf_kernels.signature(definition, node.attr).types) is None:
+            layer = node.name.rpartition("/")[0].rpartition("/")[2]
+            file, line, function = place or ("", 0, layer)
+            lacking.append({"kind": node.op, "file": file, "line": line, "function": function or layer})
+    return lacking
+
+
+def compare(source: ModelSource, settings: config.Strategy) -> dict[str, Any]:
+    """Train three steps under a strategy and on one device, as `tfpar.check_parity` does."""
+    at_stage("the strategy")
+    strategy = strategies.from_settings(settings)
+    with full_precision():
+        model, (logs, batch, switched_off), precision = comparable.trained(
+            functools.partial(_on_one_device, source, strategy)
+        )
+        at_stage(f"three steps of {settings.kind}")
+        trainer, _ = _trainer(source, strategy, precision.dtype)
+        own_logs = _trained(trainer, strategy, batch)[0]
+    by_weight = weight_differences(trainer.model.get_weights(), model.get_weights())
+    paths = [variable.path for variable in trainer.model.weights]
+    return {
+        "strategy": strategy.describe(),
+        "logs": log_differences(own_logs, logs),
+        "weights": dict(zip(paths, by_weight, strict=True)),
+        "finite": bool(np.isfinite(own_logs.get("loss", 0.0)).all()),
+        "switched_off": switched_off,
+        "conditions": comparable.switched_off_clause(switched_off),
+        "bound": comparable.TOLERANCES[precision.dtype],
+        "precision": precision.describe(),
+    }
+
+
+def _on_one_device(source: ModelSource, strategy: tfpar.Strategy, dtype: str) -> tuple[keras.Model, tuple[Any, ...]]:
+    """Train on one device; return the model, its logs, the batch, and the layers that were switched off."""
+    at_stage("three steps on one device")
+    trainer, dataset = _trainer(source, tfpar.SingleDevice(), dtype)
+    batch = _cast(first_batch(dataset), dtype)  # one for both: a second dataset may be shuffled in another order
+    logs, switched_off = _trained(trainer, strategy, batch)
+    return trainer.model, (logs, batch, switched_off)
+
+
+def _trained(trainer: tfpar.Trainer, strategy: tfpar.Strategy, batch: Any) -> tuple[dict[str, Any], list[str]]:
+    repeated = tf.data.Dataset.from_tensors(batch).repeat(_NUM_STEPS)
+    with comparable.without_differences_by_design(strategy) as switched_off:
+        return trainer.fit(repeated, epochs=1, verbose=0).history, switched_off
+
+
+def _cast(batch: Any, dtype: str | None) -> Any:
+    def cast(value: Any) -> Any:
+        is_other = value is None or dtype is None or not np.issubdtype(np.asarray(value).dtype, np.floating)
+        return value if is_other else np.asarray(value).astype(dtype)
+
+    return tf.nest.map_structure(cast, batch)
+
+
+def _trainer(source: ModelSource, strategy: tfpar.Strategy, dtype: str | None) -> tuple[Any, Any]:
+    """Return a trainer of a model under a strategy, and a dataset of its batches."""
+    for name in filter(None, (source.function, source.data)):
+        function_of(name)  # a script may set a float type of its own
+    if dtype is not None:
+        keras.config.set_floatx(dtype)
+        keras.config.set_dtype_policy(dtype)
+    keras.utils.set_random_seed(0)  # a trainer without a seed has the same weights under each strategy
+    if source.function:
+        trainer: Any = tfpar.Trainer(function_of(source.function), strategy, seed=0)
+        model_checks.check_compiled(trainer.model, "fit")
+        if source.data:
+            return trainer, function_of(source.data)()
+        batch = _made_up_batch(trainer.model) if source.batch is None else source.batch
+        return trainer, tf.data.Dataset.from_tensors(batch)
+    run = source.run()
+    if dtype is not None and "training.precision" in settings_read.read_keys(user_trainer.trainer_reads(run)):
+        run = run.model_copy(update={"training": run.training.model_copy(update={"precision": dtype})})
+    trainer = user_trainer.make_trainer(run, strategy)
+    return trainer, run_data.training_batches(run, trainer)
+
+
+def first_batch(dataset: Any) -> Any:
+    """Return the first batch of a dataset as NumPy arrays, in its structure."""
+    batches = data.as_dataset(*dataset) if isinstance(dataset, tuple) else data.as_dataset(dataset)
+    batch = next(iter(data.without_autotuning(data.global_batches(batches))), None)
+    if batch is None:
+        raise ValueError("The data are empty.")
+    return tf.nest.map_structure(lambda tensor: None if tensor is None else tensor.numpy(), batch)
+
+
+def _made_up_batch(model: keras.Model) -> Any:
+    """Return inputs of the model's shapes, and targets of the first kind that its losses accept."""
+    if not getattr(model, "inputs", None):
+        raise ValueError("The model does not say the shapes of its inputs: name its data, too, with --data.")
+    generator = np.random.default_rng(0)
+
+    def values(tensor: Any) -> Any:
+        shape = [_NUM_EXAMPLES, *(size or _FREE_SIZE for size in tensor.shape[1:])]
+        if keras.backend.is_float_dtype(tensor.dtype):
+            return generator.normal(size=shape).astype(tensor.dtype)
+        return generator.integers(0, 2, size=shape).astype(tensor.dtype)
+
+    # A Sequential model has no `input` before its first call.
+    inputs = keras.tree.map_structure(values, model.inputs[0] if len(model.inputs) == 1 else model.input)
+    outputs = keras.tree.map_structure(np.asarray, model(inputs))
+    kinds: tuple[Callable[[Any], Any], ...] = (
+        lambda output: np.full(output.shape, 0.5, output.dtype),  # like the outputs
+        lambda output: np.zeros(output.shape[:-1], "int64"),  # classes
+    )
+    for kind in kinds:
+        with contextlib.suppress(Exception):
+            targets = keras.tree.map_structure(kind, outputs)
+            if np.isfinite(float(model.compute_loss(inputs, targets, model(inputs)))):
+                return inputs, targets
+    raise ValueError("No made-up targets suit the model's loss: name its data, too, with --data.")
+
+
+def function_of(name: str) -> Callable[[], Any]:
+    """Import a function.
+
+    Raises:
+        ValueError: If there is no such function.
+        RuntimeError: If its file trains, or calls the doctor, on import.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute.isidentifier():
+        raise ValueError(
+            f'A function is named as "file.py:function" or "package.module:function", received {quoted(name)}.'
+        )
+    function: Callable[[], Any] | None = getattr(_imported(place), attribute, None)
+    if not callable(function):
+        raise ValueError(f"{quoted(place)} has no function {quoted(attribute)}.")
+    return function
+
+
+@functools.cache  # once for the model function and the data
+def _imported(place: str) -> Any:
+    """Import a file or a module without what it sets about devices and threads: TensorFlow already runs here."""
+    with _without_settings_and_training(place):
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        path = Path(place)
+        # As a script's own folder is when Python runs it; its name is not "__main__", so that it does not train.
+        sys.path.insert(0, str(path.resolve().parent))
+        spec = importlib.util.spec_from_file_location(f"{path.stem}_of_user", path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ValueError(f"There is no file {quoted(place)}.")
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+@contextlib.contextmanager
+def _without_settings_and_training(place: str) -> Iterator[None]:
+    """Refuse what a script without `if __name__ == "__main__":` would do on import, such as save its model."""
+    refusal = RuntimeError(
+        f"The doctor imports {quoted(Path(place).name)} for its functions, and would train, or call the doctor, again. "
+        'Put these calls under `if __name__ == "__main__":`.'
+    )
+    ignored = (
+        (tf.config, ("set_logical_device_configuration", "set_visible_devices")),
+        (tf.config.experimental, ("set_memory_growth", "set_virtual_device_configuration", "set_visible_devices")),
+        (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, names in ignored:
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, return_value=None))
+        for owner, name in ((keras.Model, "fit"), (tfpar.Trainer, "fit"), (doctor, "examine")):
+            stack.enter_context(mock.patch.object(owner, name, side_effect=refusal))
+        yield
