@@ -14,10 +14,10 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import gpu_machine, parity_cases, small
+from tests.support.device_placement import read_placement
 from tfpar import cluster
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
-from tfpar.placement.reading import read_placement
 from tfpar.strategies.batches_ahead import BatchesAhead, StepBatch
 from tfpar.strategies.mirrored import AllReduce
 

@@ -13,8 +13,8 @@ from keras import layers
 import tfpar
 from tests.support import placement_cases, small
 from tests.support.extent import sampled
+from tfpar import host_sizes
 from tfpar.pipeline.execution.divided_calls import on_devices, requested_device
-from tfpar.placement import host_sizes
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -8,7 +8,7 @@ import pytest
 
 import tfpar
 from tests.support import placement_cases
-from tfpar.placement.reading import Placed, Transfer
+from tests.support.device_placement import Placed, Transfer
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 NAMES = list(placement_cases.STRATEGIES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfpar.placement.reading import Reading, read_placement
+from tests.support.device_placement import Reading, read_placement
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 GPUS = {"CPU:1": "GPU:0", "CPU:2": "GPU:1"}

@@ -21,10 +21,10 @@ from keras import layers
 
 import tfpar
 from tests import ROOT
+from tests.support.device_placement import Reading, read_placement
+from tfpar import host_sizes
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
-from tfpar.placement import host_sizes
-from tfpar.placement.reading import Reading, read_placement
 
 NUM_MICROBATCHES = 5  # enough for loops
 GPUS = {"CPU:1": "GPU:0", "CPU:2": "GPU:1"}

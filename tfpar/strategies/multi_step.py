@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpar import host_sizes
 from tfpar._compat import tf_custom_gradient, tf_determinism, tf_sums
-from tfpar.placement import host_sizes
 from tfpar.strategies import turns
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.strategies.hidden_errors import CurrentElement, revealed

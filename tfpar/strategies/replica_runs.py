@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfpar import data
+from tfpar import data, host_sizes
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_model, random_state
-from tfpar.placement import host_sizes
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from tfpar import host_sizes
 from tfpar._compat import tf_distribute, tf_divided_memory, tf_onednn
 from tfpar.pipeline.graph.ir import Value
-from tfpar.placement import host_sizes
 
 
 class DividedCalls(Protocol):

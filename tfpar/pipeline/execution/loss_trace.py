@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar import host_sizes
 from tfpar._compat import (
     keras_losses_in_call,
     keras_metrics,
@@ -22,7 +23,6 @@ from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.partition.placement import follow_data
-from tfpar.placement import host_sizes
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_parts, tensors_of
 

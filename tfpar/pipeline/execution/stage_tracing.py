@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar import host_sizes
 from tfpar._compat import (
     keras_losses_in_call,
     keras_model,
@@ -34,7 +35,6 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.layer_settings import settings_of_calls
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
-from tfpar.placement import host_sizes
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part
