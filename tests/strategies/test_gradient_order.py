@@ -1,8 +1,8 @@
-"""The order of gradients and their all-reduces in the graph of a step: those of the last layers begin first."""
+"""Messages of gradients: their order, their packs, their ordering tokens, and where factors are sent in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -10,113 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfpar
+from tests.properties.test_graphs_of_steps import needs
 from tfpar.reduction.gradient_order import compute_early
 from tfpar.reduction.gradients import all_reduce_gradients
 from tfpar.strategies.multi_worker import collectives, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import Group
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
-
-DEVICES = ["CPU:0", "CPU:1"]
-
-
-def build_cnn() -> keras.Model:
-    """The kernel of the first Dense layer, 288 x 64, is larger than `PACK_BYTES`; all other weights are smaller."""
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(8, 3, activation="relu"),
-            layers.Flatten(),
-            layers.Dense(64, activation="relu"),
-            layers.Dense(3),
-        ]
-    )
-    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-PACK_BYTES = 64 << 10
-
-
-def images() -> tf.data.Dataset:
-    rng = np.random.default_rng(0)
-    pairs = rng.random((16, 8, 8, 1), "float32"), rng.integers(0, 3, 16)
-    return tf.data.Dataset.from_tensor_slices(pairs).batch(8)
-
-
-def graph_of_step(strategy: tfpar.Strategy) -> tf.Graph:
-    """Return the graph of a train step of the CNN, after one epoch."""
-    trainer = tfpar.Trainer(build_cnn, strategy, seed=0)
-    trainer.fit(images(), verbose=0)
-    dataset = strategy.distribute(images()).dataset
-    step = tf.function(lambda *batch: strategy.train_step(trainer.model, batch), autograph=False)
-    graph: tf.Graph = step.get_concrete_function(*dataset.element_spec[:-1]).graph  # without the digest
-    return graph
-
-
-def needs(op: tf.Operation) -> set[tf.Operation]:
-    """Return all operations that must run before one."""
-    found, waiting = set(), [op]
-    while waiting:
-        here = waiting.pop()
-        new = {*(tensor.op for tensor in here.inputs), *here.control_inputs} - found
-        found |= new
-        waiting += new
-    return found
-
-
-def large_message(graph: tf.Graph) -> tf.Operation:
-    """Return the collective of the first replica with the gradient of the large kernel, or with its factors."""
-    collective = ("CollectiveReduceV2", "CollectiveGatherV2")
-    sizes = {op: op.inputs[0].shape.num_elements() for op in graph.get_operations() if op.type in collective}
-    # The shape of factors is unknown.
-    return next(op for op, size in sizes.items() if size is None or size >= PACK_BYTES // 4)
-
-
-@pytest.fixture(params=[1, 4], ids=["one stream", "four streams"])
-def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with NCCL, and as with a ring."""
-    monkeypatch.setattr(collectives, "NUM_STREAMS", request.param)
-
-
-@pytest.mark.parametrize("factors", [False, True], ids=["all-reduce", "factors"])
-def test_the_message_of_the_last_layers_needs_no_gradient_of_the_first(
-    factors: bool, streams: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sufficient_factors, "are_used", lambda *_: factors)
-    message = large_message(graph_of_step(tfpar.MultiWorker(DEVICES, pack_bytes=PACK_BYTES)))
-    assert factors == ("Pad" in {op.type for op in needs(message)})
-    backward = [op.type for op in needs(message) if "gradient_tape" in op.name and "conv2d" in op.name]
-    assert backward == []
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        lambda: tfpar.Mirrored(DEVICES),
-        lambda: tfpar.MultiWorker(DEVICES, pack_bytes=PACK_BYTES),
-        lambda: tfpar.MultiWorker(DEVICES, pack_bytes=PACK_BYTES, compression="bfloat16"),
-    ],
-    ids=["Mirrored", "MultiWorker", "compression"],
-)
-@pytest.mark.parametrize("factors", [False, True], ids=["all-reduce", "factors"])
-def test_the_backward_pass_continues_after_the_gradient_of_a_large_kernel(
-    strategy: Callable[[], tfpar.Strategy], factors: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TensorFlow's executor would otherwise compute the kernel's gradient last."""
-    monkeypatch.setattr(sufficient_factors, "are_used", lambda *_: factors)
-    graph = graph_of_step(strategy())
-    gradients = [op for op in graph.get_operations() if op.type == "Conv2DBackpropFilter"]
-    assert len(gradients) == 2
-    for gradient in gradients:
-        kernels = [
-            op
-            for op in needs(gradient)
-            if (op.type == "MatMul" and op.outputs[0].shape == (288, 64)) or (op.type == "PadV2" or op.type == "Pad")
-        ]
-        assert len(kernels) == 1
 
 
 class Tied(keras.layers.Layer):
@@ -175,7 +75,7 @@ def test_the_order_changes_no_gradient(name: str) -> None:
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
-# Packs
+
 
 
 def test_packs_are_sent_in_the_order_in_which_the_backward_pass_completes_them() -> None:
@@ -260,10 +160,6 @@ def test_gpus_use_factors_only_with_deterministic_operations_and_a_slow_network(
     assert sufficient_factors.are_used(types, equal, deterministic, measure) is expected
 
 
-def test_the_bandwidth_of_an_all_reduce_is_measured() -> None:
-    assert 1e6 < sufficient_factors.bandwidth(Group(DEVICES, num_members=2), num_local=2) < 1e12
-
-
 @pytest.mark.parametrize(
     ("shape", "num_rows", "num_threads", "expected"),
     [
@@ -287,31 +183,4 @@ def test_factors_are_gathered_where_that_takes_less_time(
 
     found: list[bool] = []
     gradient.get_concrete_function(*(tf.TensorSpec([None, columns]) for columns in shape))
-    assert found == [expected]
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ([None, 2048], True),
-        ([None, 2, 1024], True),  # flattened: a row for each example
-        ([None, 4, 2048], True),
-        ([None, 64, 2048], False),  # the product of 32 * 64 rows takes longer than the all-reduce
-        ([None, None, 2048], False),
-    ],
-)
-@pytest.mark.parametrize("layer", [0, 1])
-def test_rows_are_counted_where_an_example_has_several(shape: list[int | None], layer: int, expected: bool) -> None:
-    @tf.function(autograph=False)
-    def gradient(inputs: tf.Tensor, first: tf.Tensor, second: tf.Tensor) -> None:
-        with tf.GradientTape() as tape:
-            tape.watch([first, second])
-            hidden = tf.nn.relu(tf.matmul(tf.reshape(tf.nn.relu(inputs), [-1, 2048]), first))
-            loss = tf.reduce_sum(tf.matmul(hidden, second) ** 2)
-        product = tape.gradient(loss, [first, second])[layer]
-        found.append(sufficient_factors.sufficient_factors_of(product, 32) is not None)
-
-    found: list[bool] = []
-    kernel = tf.TensorSpec([2048, 2048])
-    gradient.get_concrete_function(tf.TensorSpec(shape), kernel, kernel)
     assert found == [expected]

@@ -13,7 +13,6 @@ import tensorflow as tf
 import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support.extent import sampled
-from tfpar.pipeline.execution.compiled_stages import Programs
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -99,32 +98,6 @@ def test_equal_stages_on_several_devices_have_one_trace_and_a_program_on_each() 
     assert len({id(one.functions) for one in stages[1:4]}) == 3
 
 
-def test_replicas_share_the_programs_of_equal_stages_on_their_devices() -> None:
-    blocks = programs_of(model_of(*[dense] * NUM_BLOCKS), tfpar.Mirrored(shard="weights"))
-    copies = Programs(blocks, (), {}).on(["CPU:1"] * NUM_BLOCKS).stages
-    assert [one.device for one in copies] == ["CPU:1"] * NUM_BLOCKS
-    assert len({id(one.functions) for one in copies}) == 2
-    assert [one.parameters for one in copies] == [one.parameters for one in blocks]
-
-
-DIFFERENT: dict[str, Callable[[], list[Any]]] = {
-    "another activation": lambda: [keras.layers.Dense(WIDTH, "relu")],
-    "another size": lambda: [keras.layers.Dense(WIDTH + 1, "tanh"), keras.layers.Dense(WIDTH, "tanh")],
-    "no bias": lambda: [keras.layers.Dense(WIDTH, "tanh", use_bias=False)],
-    "a loss": penalized,
-    "another type": lambda: [keras.layers.Dense(WIDTH, "tanh", dtype="float16")],
-    "frozen": lambda: [keras.layers.Dense(WIDTH, "tanh", trainable=False)],
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_blocks_that_differ_are_several_programs(name: str) -> None:
-    first, middle, *others = programs_of(
-        model_of(dense, dense, DIFFERENT[name], dense), tfpar.Mirrored(shard="weights")
-    )
-    assert middle.functions not in [others[0].functions, first.functions]
-
-
 class Choosing(keras.layers.Layer):
     """Layers with the same operations, of which they return, add or assign others."""
 
@@ -193,13 +166,6 @@ class FromTable(keras.layers.Layer):
 ROLES = ["one", "other", "adds", "assigns"]
 
 
-@pytest.mark.parametrize("role", ROLES[1:])
-def test_blocks_that_return_add_or_assign_others_are_several_programs(role: str) -> None:
-    build = model_of(*[lambda role=role: [Choosing(role)] for role in ("one", "one", role, "one")])
-    _, one, other, *_ = programs_of(build, tfpar.Mirrored(shard="weights"))
-    assert one.trace is not other.trace
-
-
 FACTORS = (1.0, -0.5, 1.0, -0.5)
 UNLIKE: dict[str, Callable[[], list[Any]]] = {
     "roles": lambda: [[Choosing(role)] for role in ROLES * 2],
@@ -209,35 +175,26 @@ UNLIKE: dict[str, Callable[[], list[Any]]] = {
         ]
         for source in ("around", "layer", "itself", "names")
     },
+    "settings": lambda: [
+        dense(),
+        [keras.layers.Dense(WIDTH, "relu")],
+        [keras.layers.Dense(WIDTH, "tanh", use_bias=False)],
+        [keras.layers.Dense(WIDTH, "tanh", trainable=False)],
+        penalized(),
+        dense(),
+    ],
+    "factors": lambda: [[Scaled(factor)] for factor in (1.0, 2.0, 2.0, 3.0)],
     "tables": lambda: [[keras.layers.Dense(WIDTH, "tanh"), FromTable(factor)] for factor in (1.0, 0.5, 2.0, 1.0)],
 }
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", UNLIKE)
-def test_blocks_that_differ_outside_of_their_operations_train_as_on_one_device(name: str) -> None:
+def test_blocks_that_differ_train_as_on_one_device(name: str) -> None:
     def build() -> keras.Model:
         return model_of(*[lambda layers=layers: layers for layers in UNLIKE[name]()])()
 
     assert_as_one_device(build, tfpar.Mirrored(["CPU:0"], shard="weights"))
-
-
-@pytest.mark.parametrize("block", [gated, recurrent])
-def test_blocks_with_equal_loops_or_gradients_of_their_own_are_one_program(block: Callable[[], list[Any]]) -> None:
-    blocks = programs_of(model_of(*[block] * 3), tfpar.Mirrored(shard="weights"))
-    assert blocks[1].trace is blocks[2].trace
-
-
-def test_blocks_with_other_factors_in_their_gradient_are_several_programs() -> None:
-    build = model_of(*[lambda factor=factor: [*dense(), Reversed(factor)] for factor in (*FACTORS, 1.0)])
-    _, one, other, same, _ = programs_of(build, tfpar.Mirrored(shard="weights"))
-    assert one.trace is same.trace is not other.trace
-
-
-def test_a_factor_outside_of_the_configuration_makes_another_program() -> None:
-    build = model_of(*[lambda factor=factor: [Scaled(factor)] for factor in (1.0, 2.0, 2.0, 3.0)])
-    _, one, same, other = programs_of(build, tfpar.Mirrored(shard="weights"))
-    assert one.functions is same.functions is not other.functions
 
 
 ALIKE: dict[str, Callable[[], list[Any]]] = {
@@ -305,15 +262,6 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 def test_equal_stages_train_as_on_one_device(layout: str, name: str) -> None:
     """Each has its own weights, states, masks and losses."""
     assert_as_one_device(model_of(*[ALIKE[name]] * NUM_BLOCKS), LAYOUTS[layout]())
-
-
-def test_equal_stages_compiled_by_xla_train_as_on_one_device() -> None:
-    def build() -> keras.Model:
-        model = model_of(*[dense] * NUM_BLOCKS)()
-        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
-        return model
-
-    assert_as_one_device(build, tfpar.Pipeline(3, 2, balance="parameters"))
 
 
 def test_equal_stages_with_one_layer_train_as_on_one_device() -> None:

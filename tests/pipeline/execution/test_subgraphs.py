@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfpar
+from tfpar.pipeline.execution.bundles import bundled, unbundle
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -106,3 +110,45 @@ def test_sizes_are_saved_in_place_of_tensors_that_are_read_for_nothing_else(num_
     spread = tf.repeat(upstream[:, None] / 3, 3, axis=1)
     tf.debugging.assert_near(known[gradients[0].ref()], spread @ tf.transpose(weight), rtol=1e-14)
     tf.debugging.assert_near(known[gradients[1].ref()], tf.transpose(given) @ spread, rtol=1e-14)
+
+
+# The tensors of bundles in the operations that read them
+
+
+def convolutions() -> keras.Model:
+    """Convolutions in a row, each with a bias."""
+    hidden = images = keras.Input((8, 8, 4))
+    for layer in [keras.layers.Conv2D, keras.layers.Conv2DTranspose] * 3:
+        hidden = layer(8, 3, padding="same", activation="relu")(hidden)
+    model = keras.Model(images, keras.layers.Dense(2)(keras.layers.Flatten()(hidden)))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def test_each_bias_of_convolutions_has_its_own_gradient_in_float32() -> None:
+    """oneDNN took the gradient of another layer: biases differed by 10, or the step failed."""
+    random = np.random.default_rng(0)
+    examples = random.random([8, 8, 8, 4], "float32"), random.random([8, 2], "float32")
+    weights = []
+    pipeline = tfpar.Pipeline(2, 4, "zero_bubble", devices=["CPU:0", "CPU:1"], balance="parameters")
+    for strategy in (tfpar.SingleDevice(), pipeline):
+        trainer = tfpar.Trainer(convolutions, strategy, seed=0)
+        trainer.fit(*examples, batch_size=8, epochs=2, verbose=0)
+        weights.append(trainer.model.get_weights())
+    for expected, found in zip(*weights, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 17, 600])
+def test_a_bundle_of_any_size_returns_its_tensors(count: int) -> None:
+    tensors = [tf.constant([number], "float32") for number in range(count)] + [tf.constant([1], "int32")]
+    devices = [f"CPU:{int(number % 300 == 299)}" for number in range(count)] + ["CPU:0"]
+
+    @tf.function
+    def joined_and_taken_apart() -> list[tf.Tensor]:
+        return unbundle(bundled(tensors, devices), tensors, devices)
+
+    found = joined_and_taken_apart()
+    assert [one.numpy().tolist() for one in found] == [one.numpy().tolist() for one in tensors]
+    operations = joined_and_taken_apart.get_concrete_function().graph.get_operations()
+    assert max((len(op.inputs) for op in operations if op.type == "OptionalFromValue"), default=0) <= 16
