@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpar.data import Sharded, audit, by_example
+from tfpar.data import audit, by_example
 
 Context = tf.distribute.InputContext
 
@@ -87,14 +87,6 @@ def test_unequal_steps_and_equal_examples_are_noted() -> None:
     assert "2 examples equal an earlier one" in str(found)
 
 
-def test_global_batches_are_shared_out() -> None:
-    dataset = tf.data.Dataset.range(11).shuffle(11, seed=0).batch(4)
-    found = audit(dataset, num_workers=3)
-    assert found.ok
-    assert (found.examples_per_worker, found.steps_per_worker) == ((5, 3, 3), (3, 3, 3))
-    assert found.num_examples == 11
-
-
 def test_a_sharded_input_is_right_and_all_workers_take_all_steps() -> None:
     def decode(number: tf.Tensor) -> Any:
         ragged = tf.RaggedTensor.from_row_lengths(tf.range(number + 2), [number, 2])
@@ -106,12 +98,6 @@ def test_a_sharded_input_is_right_and_all_workers_take_all_steps() -> None:
     found = audit(sharded, num_workers=3)
     assert found.ok
     assert (found.examples_per_worker, found.steps_per_worker, found.num_equal) == ((5, 4, 4), (3, 3, 3), 0)
-
-
-def test_shards_that_overlap_are_noted() -> None:
-    overlapping = Sharded(lambda shard: tf.data.Dataset.range(5), num_shards=2, global_batch_size=4)
-    found = audit(overlapping, num_workers=2)
-    assert (found.num_examples, found.num_equal) == (10, 5), "one worker alone reads them twice as well"
 
 
 def test_rows_that_differ_only_in_trailing_zeros_or_in_one_part_are_different() -> None:

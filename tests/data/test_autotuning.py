@@ -6,14 +6,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfpar
 from tests import ROOT
 from tests.support import small
-from tfpar.planning import step_timing
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -54,18 +52,4 @@ def train(strategy: Callable[[], tfpar.Strategy], dataset: object) -> None:
 def test_a_trainer_reads_without_autotuning(strategy: Callable[[], tfpar.Strategy], autotuned: list[str]) -> None:
     train(strategy, slow(small.data()))
     train(strategy, (batch for batch in list(small.data())))
-    assert not autotuned
-
-
-def test_a_plan_reads_and_measures_without_autotuning(autotuned: list[str]) -> None:
-    with mock.patch.object(step_timing, "SECONDS_OF_REPEAT", 0.002), mock.patch.object(step_timing, "ROUNDS", 1):
-        tfpar.plan(small.build_model, slow(small.data()), devices=["CPU:0"], measured_layouts=1)
-    assert not autotuned
-
-
-def test_an_audit_reads_without_autotuning(autotuned: list[str]) -> None:
-    rows = np.arange(8)
-    tfpar.data.audit(tf.data.Dataset.from_tensor_slices(rows).batch(4), num_workers=2)
-    sharded = tfpar.data.by_example(tf.data.Dataset.from_tensor_slices(rows), global_batch_size=4, num_shards=2)
-    tfpar.data.audit(sharded, num_workers=2)
     assert not autotuned

@@ -1,7 +1,5 @@
 """TFDS sources: the embedded digits, prepared once and quietly, and every failure in one sentence."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +31,6 @@ def test_digits_are_the_images_of_scikit_learn(digits: config.Data) -> None:
         wanted = sorted((label, image.tobytes()) for image, label in zip(scaled, original.target[chosen], strict=True))
         assert found == wanted, f"the {split} split holds its images and no others"
         assert np.bincount(labels).min() >= 25, "every digit is in both splits"
-
-
-def test_train_has_several_shards(digits: config.Data) -> None:
-    load(digits, global_batch_size=64, seed=0)
-    assert len(list(Path(digits.directory).glob("digits/*/digits-train.tfrecord*"))) == 4
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -132,24 +125,3 @@ def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(tf.errors.DataLossError) as caught:
         epoch(loaded.train)
     assert f"{victim} is corrupt after" in str(user_message(caught.value, settings))
-
-
-PREPARE = """
-import sys
-from tfpar import config
-from tfpar.data import load
-print(load(config.Data(directory=sys.argv[1]), global_batch_size=64, seed=0).num_train_examples)
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.multi_process
-def test_two_processes_prepare_at_once_and_quietly(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PREPARE, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
-        output, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
-        assert output == "1497\n", "nothing but our own line is printed"
-        assert not any(word in errors for word in ("digits", "it/s", "examples", "Generating")), errors
-    assert [path.name for path in (tmp_path / "digits").iterdir()] == ["1.0.0"], "nothing half-prepared is left"

@@ -56,13 +56,6 @@ def test_validation_rows_are_no_training_rows() -> None:
     assert (loaded.num_classes, loaded.input_shape) == (None, (3,))
 
 
-def test_no_validation_and_no_shuffle_can_be_asked_for() -> None:
-    settings = config.Data(source="generated", num_examples=1000, validation_split=None, shuffle_buffer=0)
-    loaded = load(settings, global_batch_size=4, seed=1)
-    assert loaded.validation is None
-    np.testing.assert_array_equal(np.concatenate([x for x, _ in epoch(loaded.train)]), rows(1000)[0])
-
-
 def test_augmentation_of_rows_is_refused() -> None:
     with pytest.raises(ValueError, match=r"remove data\.augmentation"):
         load(config.Data(source="generated", augmentation=("flip",)), global_batch_size=4, seed=1)

@@ -93,20 +93,6 @@ def test_uneven_ends_neither_drop_nor_repeat(sizes: list[int], steps: list[int])
     assert uneven(sizes).cardinality() == len(steps)
 
 
-@pytest.mark.extended
-def test_fewer_examples_than_shards_and_many_structures() -> None:
-    def decode(number: tf.Tensor) -> Any:
-        ragged = tf.RaggedTensor.from_row_lengths(tf.range(number + 2), [number, 2])
-        sparse = tf.sparse.from_dense(tf.one_hot(number % 5, 5))
-        return {"ragged": ragged, "more": (sparse, tf.strings.as_string(number))}, number, None
-
-    for num_examples in (2, 7):
-        numbers = tf.data.Dataset.range(num_examples)
-        sharded = by_example(numbers, global_batch_size=6, num_shards=3, shuffle_buffer=9, decode=decode)
-        (epoch,) = assert_same_for_workers([3], lambda made=sharded: made, num_epochs=1)
-        assert sorted(int(number) for batch in epoch for number in batch[-1]) == list(range(num_examples))
-
-
 def test_sizes_that_are_not_declared_are_taken_from_shards_with_rows() -> None:
     def generate() -> Any:
         yield from (np.full([4, 5], i) for i in range(8))
