@@ -22,8 +22,8 @@ from tfpar.loops.callback_list import wants_single_batches
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
-ANY = small.STRATEGIES | {
-    "sharded state": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="optimizer"),
+ANY = {
+    "mirrored": small.STRATEGIES["mirrored"],
     "sharded weights": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
 }
 
@@ -68,14 +68,14 @@ def pairs(logical_cpus: list[str]) -> Callable[[str], Pair]:
     return functools.cache(Pair)
 
 
-@pytest.fixture(params=small.STRATEGIES)
-def pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pair:
-    return pairs(request.param).reset()
+@pytest.fixture
+def pair(pairs: Callable[[str], Pair]) -> Pair:
+    return pairs("mirrored").reset()
 
 
 @pytest.fixture(params=ANY)
 def any_pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pair:
-    """Return a pair of which replicas may have a part of the state, or of the weights too."""
+    """Return a pair of which replicas may have a part of the weights and of the state."""
     return pairs(request.param).reset()
 
 
@@ -97,15 +97,6 @@ def test_reduce_lr_on_plateau_gives_the_same_rates(any_pair: Pair) -> None:
     assert len(set(expected["learning_rate"])) > 1, "the case must reduce the rate"
     small.assert_same_history(history, expected)
     any_pair.assert_equal()
-
-
-def test_learning_rate_scheduler_gives_the_same_rates_and_weights(pair: Pair) -> None:
-    (_, expected), (_, history) = pair.both(
-        lambda name: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)
-    )
-    np.testing.assert_allclose(history["learning_rate"], [0.1, 0.05, 0.025, 0.0125], rtol=1e-6)
-    small.assert_same_history(history, expected)
-    pair.assert_equal()
 
 
 def test_csv_logger_writes_the_same_rows(pair: Pair, tmp_path: Path) -> None:
@@ -147,77 +138,6 @@ def test_model_checkpoint_saves_after_the_same_epochs_and_batches(any_pair: Pair
     small.assert_same_state(*map(small.state, models), 1e-5)
 
 
-def test_terminate_on_nan_stops_without_an_exception(pair: Pair) -> None:
-    inputs, labels = small.parity_cases.inputs(40), small.parity_cases.labels(40)
-    inputs[17, 0] = np.nan
-    poisoned = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(8)
-    steps: list[list[int]] = []
-    for fit in (pair.keras.fit, pair.trainer.fit):
-        seen: list[int] = []
-        counter = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, seen=seen: seen.append(batch))
-        history = fit(poisoned, epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN(), counter]).history
-        assert np.isnan(history["loss"][-1]), "the log of the last epoch is the one that is no number"
-        assert len(history["loss"]) == 1, f"training stops in the first epoch, went on for {len(history['loss'])}"
-        steps.append(seen)
-    assert steps[1] == steps[0] == [0, 1, 2], f"the third batch is poisoned, got steps {steps}"
-
-
-def test_terminate_on_nan_needs_no_other_callback_to_stop_at_the_step(pair: Pair) -> None:
-    inputs, labels = small.parity_cases.inputs(40), small.parity_cases.labels(40)
-    inputs[17, 0] = np.nan
-    poisoned = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(8)
-    pair.trainer.fit(poisoned, epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()], steps_per_call=5)
-    assert int(pair.trainer.model.optimizer.iterations.numpy()) == 3
-
-
-def test_lambda_callback_sees_every_batch_with_the_same_logs(pair: Pair) -> None:
-    events: dict[str, list[tuple[str, int, float]]] = {}
-
-    def recorder(name: str) -> keras.callbacks.Callback:
-        seen = events[name] = []
-        return keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda epoch, logs: seen.append(("epoch begins", epoch, 0.0)),
-            on_train_batch_begin=lambda batch, logs: seen.append(("batch begins", batch, 0.0)),
-            on_train_batch_end=lambda batch, logs: seen.append(("batch ends", batch, float(logs["loss"]))),
-            on_epoch_end=lambda epoch, logs: seen.append(("epoch ends", epoch, float(logs["val_loss"]))),
-        )
-
-    pair.both(recorder, epochs=2)
-    assert len(events["tfpar"]) == 2 * (2 + 2 * small.STEPS_PER_EPOCH)
-    assert [event[:2] for event in events["tfpar"]] == [event[:2] for event in events["keras"]]
-    np.testing.assert_allclose(
-        [event[2] for event in events["tfpar"]], [event[2] for event in events["keras"]], rtol=1e-5
-    )
-
-
-class SeesTestBatches(keras.callbacks.Callback):
-    """Looks at the batches of evaluations and predictions only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[str, int]] = []
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.events.append(("test begins", batch))
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.events.append(("test ends", batch))
-
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.events.append(("predict ends", len(logs["outputs"])))
-
-
-def test_a_callback_sees_every_batch_of_an_evaluation_and_a_prediction(pair: Pair) -> None:
-    for _ in range(2):  # the second round would run many steps a call
-        seen = []
-        for model in (pair.keras, pair.trainer):
-            callback = SeesTestBatches()
-            model.evaluate(small.data(), verbose=0, callbacks=[callback])
-            model.predict(small.data(), verbose=0, callbacks=[callback])
-            seen.append(callback.events)
-        assert seen[1] == seen[0]
-
-
 def test_tensorboard_writes_the_metrics_of_every_epoch(pair: Pair, tmp_path: Path) -> None:
     (_, expected), _ = pair.both(
         lambda name: keras.callbacks.TensorBoard(str(tmp_path / name), histogram_freq=1, write_graph=False), epochs=2
@@ -227,15 +147,6 @@ def test_tensorboard_writes_the_metrics_of_every_epoch(pair: Pair, tmp_path: Pat
         for name in ("loss", "accuracy"):
             values = written[f"epoch_{name}"]
             np.testing.assert_allclose(values, expected[prefix + name], rtol=1e-5, err_msg=f"{run} {name}")
-
-
-def test_tensorboard_writes_every_batch_when_asked(pair: Pair, tmp_path: Path) -> None:
-    pair.both(
-        lambda name: keras.callbacks.TensorBoard(str(tmp_path / name), update_freq=1, write_graph=False), epochs=1
-    )
-    keras_values, values = (_scalars(tmp_path / name / "train")["batch_loss"] for name in ("keras", "tfpar"))
-    assert len(values) == small.STEPS_PER_EPOCH
-    np.testing.assert_allclose(values, keras_values, rtol=1e-5)
 
 
 def _scalars(directory: Path) -> dict[str, list[float]]:
@@ -312,9 +223,6 @@ class _BoardWithBatches(keras.callbacks.TensorBoard):
 
 WANTS_SINGLE = {
     "EarlyStopping": (lambda: keras.callbacks.EarlyStopping(), False),
-    "ReduceLROnPlateau": (lambda: keras.callbacks.ReduceLROnPlateau(), False),
-    "CSVLogger": (lambda: keras.callbacks.CSVLogger("log.csv"), False),
-    "TerminateOnNaN": (lambda: keras.callbacks.TerminateOnNaN(), False),
     "ModelCheckpoint, epochs": (lambda: keras.callbacks.ModelCheckpoint("m.keras"), False),
     "ModelCheckpoint, batches": (lambda: keras.callbacks.ModelCheckpoint("m.keras", save_freq=5), True),
     "BackupAndRestore, epochs": (lambda: keras.callbacks.BackupAndRestore("backup"), False),
@@ -390,25 +298,6 @@ def test_throughput_adds_its_figures_to_the_logs_of_every_epoch(pair: Pair) -> N
     # In a full epoch 73 examples go in 10 steps.
     examples_per_step = history["examples_per_second"][-1] * history["step_milliseconds"][-1] / 1e3
     np.testing.assert_allclose(examples_per_step, 7.3, rtol=0.01)
-
-
-def test_throughput_leaves_the_first_call_out_after_a_resume_too(tmp_path: Path) -> None:
-    """Else the time to compile counts as time to train."""
-    for steps in (1, None):  # interrupted after one step, then resumed with all others in one call
-        trainer = tfpar.Trainer(small.build_model)
-        throughput = tfpar.Throughput()
-        callbacks: list[Any] = [throughput]
-        if steps == 1:
-            stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, t=trainer: t.interrupt())
-            callbacks.append(stop)
-        trainer.fit(
-            small.data(),
-            verbose=0,
-            callbacks=callbacks,
-            steps_per_call=steps or 100,
-            checkpoints=tfpar.Checkpoints(tmp_path),
-        )
-    assert throughput.summary == {}, f"there was a single call, the one that compiles: {throughput.summary}"
 
 
 def rates(trainer: tfpar.Trainer, callbacks: list[Any], **arguments: Any) -> list[float]:

@@ -11,7 +11,7 @@ import pytest
 
 import tfpar
 from tests.support import small
-from tfpar.loops import equal_workers, learning_rates, read_order
+from tfpar.loops import equal_workers, read_order
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -63,10 +63,6 @@ def test_settings_of_compile_differ(change: str) -> None:
 
 def test_settings_of_layers_differ() -> None:
     assert _settings(activation="relu") != _settings()
-
-
-def test_dtype_policies_differ() -> None:
-    assert _settings(dtype="mixed_bfloat16") != _settings(dtype="float32")
 
 
 def test_automatic_names_and_the_learning_rate_do_not_count() -> None:
@@ -124,11 +120,3 @@ def test_other_weights_after_training_are_refused() -> None:
     equal_workers.check_weights(TwoWorkers(sums=[own, [0.0]]), model)
     with pytest.raises(RuntimeError, match="All workers must end with equal weights"):
         equal_workers.check_weights(TwoWorkers(sums=[[1.1 * one for one in own], [1.0]]), model)
-
-
-def test_rates_of_a_schedule_and_models_without_weights_need_no_message() -> None:
-    """TensorFlow cannot reduce nothing."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Flatten()])
-    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)), "mse")
-    learning_rates.check_equal(model, TwoWorkers())
-    assert not equal_workers.weights_differ(TwoWorkers(), model)

@@ -7,12 +7,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfpar
 from tests.support import parity_cases, small
 from tfpar import data
-from tfpar.strategies.batches_ahead import HOST
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -35,14 +33,3 @@ def test_a_callback_that_stops_keeps_the_outputs_of_its_step() -> None:
 
     trainer = tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0)
     assert trainer.predict(parity_cases.inputs(20), batch_size=8, verbose=0, callbacks=Stop()).shape == (16, 3)
-
-
-def test_replicas_outputs_are_joined_on_the_host() -> None:
-    strategy = tfpar.Mirrored(["CPU:1", "CPU:2"])
-    trainer = tfpar.Trainer(small.build_model, strategy, seed=0)
-    trainer.predict(parity_cases.inputs(8), verbose=0)
-    batches = strategy.distribute(parity_cases.batches(8, 8).map(lambda inputs, labels: (inputs,))).dataset
-    step = tf.function(lambda batch: strategy.predict_step(trainer.model, batch), autograph=False)
-    graph = step.get_concrete_function(next(iter(batches))).graph
-    joins = {operation.device for operation in graph.get_operations() if operation.type == "ConcatV2"}
-    assert joins == {HOST}
