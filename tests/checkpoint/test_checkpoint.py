@@ -158,17 +158,6 @@ def test_callbacks_keep_their_memory_when_another_one_joins(tmp_path: Path) -> N
     assert resumed.best <= stopping.best, f"EarlyStopping has forgotten its best, {stopping.best}"
 
 
-def test_resume_under_another_strategy(tmp_path: Path) -> None:
-    """State has no layout: begun on one device, ended on two replicas."""
-    arguments = {"build": parity_cases.classifier(lambda: keras.optimizers.Adam(0.01))}
-    expected, expected_history = run("single_device", tmp_path / "whole", **arguments)
-    for first, second in (("single_device", "mirrored"), ("mirrored", "single_device")):
-        run(first, tmp_path / first, 14, **arguments)
-        trainer, history = run(second, tmp_path / first, **arguments)
-        small.assert_same_state(small.state(trainer.model), small.state(expected.model), 1e-6)
-        small.assert_same_history(history, expected_history, 1e-6)
-
-
 def test_resume_in_the_same_trainer(tmp_path: Path) -> None:
     """In a notebook, Ctrl-C and the same cell again."""
     expected = tfpar.Trainer(with_dropout)
@@ -187,14 +176,6 @@ def test_a_finished_run_is_not_trained_again(uninterrupted: Uninterrupted) -> No
     trainer, history = run(uninterrupted.strategy, uninterrupted.directory)
     uninterrupted.assert_equals(trainer, history, uninterrupted.directory)
     assert trainer.model.optimizer.iterations.numpy() == uninterrupted.trainer.model.optimizer.iterations.numpy()
-
-
-def test_a_finished_run_resumes_with_more_epochs(tmp_path: Path) -> None:
-    expected, expected_history = run("single_device", tmp_path / "whole")
-    run("single_device", tmp_path / "parts", epochs=2)
-    trainer, history = run("single_device", tmp_path / "parts", epochs=EPOCHS)
-    assert len(history["loss"]) == len(expected_history["loss"]), f"trained {len(history['loss'])} epochs in all"
-    small.assert_same_state(small.state(trainer.model), small.state(expected.model))
 
 
 def test_a_run_that_a_callback_stopped_stays_stopped(tmp_path: Path) -> None:
@@ -255,26 +236,6 @@ def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(
     small.assert_same_state(trained.model.get_weights(), before)
 
 
-def test_any_flipped_byte_is_noticed_or_harmless(trained: tfpar.Trainer, tmp_path: Path) -> None:
-    """A file whose bytes changed must never be restored as something else."""
-    checkpoints = tfpar.Checkpoints(tmp_path)
-    save(trained, checkpoints, 1)
-    path = save(trained, checkpoints, 2)
-    content = path.read_bytes()
-    expected = small.state(trained.model)
-    noticed = 0
-    for place in range(0, len(content), len(content) // 60):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
-        restored = checkpoints.restore(trained.model)
-        assert restored is not None
-        epoch = restored[0].epoch
-        noticed += epoch == 1
-        assert int(trained.model.optimizer.iterations.numpy()) == epoch, f"byte {place}: half of each checkpoint"
-        trained.model.optimizer.iterations.assign(2)
-        small.assert_same_state(small.state(trained.model), expected)
-    assert noticed > 10, f"only {noticed} damages were noticed, and most bytes are weights"
-
-
 def test_a_damaged_checkpoint_does_not_push_out_the_good_one(trained: tfpar.Trainer, tmp_path: Path) -> None:
     """After a resume from before it, new checkpoints have smaller numbers for a while."""
     truncate(save(trained, tfpar.Checkpoints(tmp_path), 9), 0.5)
@@ -286,47 +247,6 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one(trained: tfpar.Trai
     assert position.epoch == 6
     save(trained, checkpoints, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010.npz"], "in the end it is removed as the oldest"
-
-
-def test_a_file_without_its_state_counts_as_damaged(trained: tfpar.Trainer, tmp_path: Path) -> None:
-    checkpoints = tfpar.Checkpoints(tmp_path)
-    save(trained, checkpoints, 1)
-    np.savez(tmp_path / "step-00000002.npz", weights=np.zeros(3))
-    restored = checkpoints.restore(trained.model)
-    assert restored is not None
-    assert restored[0].epoch == 1
-
-
-def test_arrays_that_a_damaged_directory_hides_are_missed(trained: tfpar.Trainer, tmp_path: Path) -> None:
-    """Every flip of one bit in the end of the file, which tells where its arrays lie."""
-    checkpoints = tfpar.Checkpoints(tmp_path)
-    save(trained, checkpoints, 1)
-    path = save(trained, checkpoints, 2)
-    content = path.read_bytes()
-    directory = content.index(b"PK\x01\x02")
-    expected = small.state(trained.model)
-    for place in range(directory, len(content), 3):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
-        restored = checkpoints.restore(trained.model)
-        assert restored is not None, f"byte {place}"
-        trained.model.optimizer.iterations.assign(2)
-        small.assert_same_state(small.state(trained.model), expected)
-
-
-def test_a_checkpoint_of_an_older_version_loads(trained: tfpar.Trainer, tmp_path: Path) -> None:
-    """Written by `numpy.savez`, with a JSON that knows neither its step, the number of arrays nor the data's sizes."""
-    checkpoints = tfpar.Checkpoints(tmp_path)
-    path = save(trained, checkpoints, 7)
-    expected = small.state(trained.model)
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    state = json.loads(str(arrays["state.json"]))
-    del state["step"], state["num_arrays"], state["position"]["steps_per_epoch"], state["position"]["batch_size"]
-    np.savez(path, allow_pickle=False, **{**arrays, "state.json": np.array(json.dumps(state))})
-    trained.model.optimizer.iterations.assign(0)
-    restored = checkpoints.restore(trained.model)
-    assert restored == (tfpar.checkpoint.Position(epoch=7), {})
-    small.assert_same_state(small.state(trained.model), expected)
 
 
 def test_all_damaged_is_an_error_that_says_so(trained: tfpar.Trainer, tmp_path: Path) -> None:

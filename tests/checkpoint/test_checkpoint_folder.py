@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,21 +57,6 @@ def test_only_files_with_the_name_of_a_checkpoint_count(model: keras.Model, tmp_
 
 
 # --- links, pipes, folders --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "put",
-    [lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name), os.mkfifo, Path.mkdir],
-    ids=["a dangling link", "a link to itself", "a pipe", "a folder"],
-)
-def test_other_entries_than_files_are_skipped_and_training_resumes(
-    model: keras.Model, tmp_path: Path, put: Callable[[Path], Any]
-) -> None:
-    save(model, tmp_path, 1)
-    put(tmp_path / "step-00000002.npz")
-    assert restored_epoch(model, tmp_path) == 1
-    save(model, tmp_path, 3, keep=1)
-    assert restored_epoch(model, tmp_path) == 3
 
 
 def test_a_link_to_a_checkpoint_is_read_and_never_written_through(model: keras.Model, tmp_path: Path) -> None:
@@ -143,46 +125,6 @@ def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     state = json.loads(str(arrays["state.json"]))
     change(state)
     np.savez(path, allow_pickle=False, **{**arrays, "state.json": np.array(json.dumps(state))})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("epoch", "9"), ("epoch", -5), ("epoch", float("nan")), ("step", True), ("batches", 2**64), ("stopped", 1)],
-)
-def test_a_position_that_no_run_has_is_passed_over(
-    model: keras.Model, tmp_path: Path, field: str, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(model, tmp_path, 1)
-    forge(save(model, tmp_path, 2), lambda state: state["position"].update({field: value}))
-    assert restored_epoch(model, tmp_path) == 1
-    assert f"is damaged (its position has {field} = {value!r})" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", ["<f8", "V0"], ids=["terabytes", "a million million elements of no bytes"])
-def test_an_array_that_claims_more_than_it_has_is_passed_over_at_once(
-    model: keras.Model, tmp_path: Path, kind: str
-) -> None:
-    save(model, tmp_path, 1)
-    path = save(model, tmp_path, 2)
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": kind, "fortran_order": False, "shape": (10**12,)})
-    name = next(name for name in members if name.endswith("kernel.npy"))
-    with zipfile.ZipFile(path, "w") as archive:
-        for member, content in {**members, name: header.getvalue()}.items():
-            archive.writestr(member, content)
-    assert restored_epoch(model, tmp_path) == 1
-
-
-def test_text_in_place_of_weights_is_refused_in_a_sentence(model: keras.Model, tmp_path: Path) -> None:
-    path = save(model, tmp_path, 1)
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    name = next(name for name in arrays if name.endswith("kernel"))
-    np.savez(path, allow_pickle=False, **{**arrays, name: np.full(arrays[name].shape, "text")})
-    with pytest.raises(ValueError, match=r"step-00000001\.npz is of another model: .*kernel' is <U4 there and float32"):
-        Checkpoints(tmp_path).restore(model)
 
 
 def test_a_state_that_would_replace_a_method_of_a_callback_is_refused(tmp_path: Path) -> None:

@@ -65,22 +65,13 @@ def test_the_copies_stay_as_they_are_when_training_continues(trained: tfpar.Trai
 
 
 @pytest.mark.usefixtures("on_gpus")
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_weight_that_is_not_finite_is_found(trained: tfpar.Trainer, bad: float) -> None:
+def test_a_weight_that_is_not_finite_is_found(trained: tfpar.Trainer) -> None:
     weight, slot = trained.model.weights[0], trained.model.optimizer.variables[-1]
     good, of_slot = weight.numpy(), slot.numpy()
-    slot.assign(np.full(slot.shape, bad))
+    slot.assign(np.full(slot.shape, np.inf))
     assert model_state.read_at_once(trained.model)[1], "the optimizer may repair its own state"
     slot.assign(of_slot)
-    weight.assign(np.full(weight.shape, bad))
+    weight.assign(np.full(weight.shape, np.nan))
     assert not model_state.read_at_once(trained.model)[1]
     weight.assign(good)
     assert model_state.read_at_once(trained.model)[1]
-
-
-@pytest.mark.usefixtures("on_gpus")
-def test_a_new_optimizer_is_copied_too(trained: tfpar.Trainer) -> None:
-    trained.compile(keras.optimizers.SGD(0.1, momentum=0.5), trained.model.loss)
-    trained.fit(small.data(), verbose=0)
-    arrays, _ = model_state.read_at_once(trained.model)
-    assert list(arrays) == list(model_state.state_variables(trained.model))

@@ -12,18 +12,13 @@ import pytest
 
 import tfpar
 from tests.support import shard_cases, small
-from tfpar.checkpoint import model_differences
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 LAYOUTS: dict[str, Callable[[], tfpar.Strategy]] = {
     "one device": lambda: tfpar.SingleDevice(),
-    "sharded state": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="optimizer"),
     "sharded weights": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
     "tensor parallel": lambda: tfpar.TensorParallel(2),
-    "replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2, shard="optimizer"),
-    "replicas of stages": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), 2, shard="optimizer"),
-    "stages of shards": lambda: tfpar.Pipeline(2, 2, balance="parameters", num_shards=2),
 }
 Make = Callable[[], Any]
 OTHERS: dict[str, tuple[Make, Make, str]] = {
@@ -72,26 +67,3 @@ def test_the_state_of_another_optimizer_is_refused_and_no_weight_changes(
     with pytest.raises(ValueError, match=r"step-00000000\.npz .*" + re.escape(sentence)):
         trainer.fit(small.data(), epochs=2, verbose=0, checkpoints=tfpar.Checkpoints(tmp_path))
     small.assert_same_state(small.state(trainer.model), before)
-
-
-WEIGHTS = {"weights/dense/kernel": (2, 3)}
-SGD, ADAM = {"optimizer/sgd/iteration": ()}, {"optimizer/adam/iteration": ()}
-
-
-@pytest.mark.parametrize(
-    ("saved", "wanted"),
-    [
-        (WEIGHTS | SGD, {"weights/dense/kernel": (2, 4)} | ADAM),
-        (WEIGHTS | SGD | {"metrics/loss/total": ()}, WEIGHTS | ADAM),
-        (SGD, ADAM),
-    ],
-    ids=["other weights", "other metrics", "a part without weights"],
-)
-def test_where_more_may_differ_than_the_optimizer_the_model_is_another_one(saved: Any, wanted: Any) -> None:
-    assert model_differences.refusal(saved, wanted).startswith("is of another model: ")
-
-
-@pytest.mark.parametrize(("saved", "wanted"), [(WEIGHTS, WEIGHTS | SGD), (WEIGHTS | SGD, WEIGHTS)])
-def test_an_optimizer_without_a_name_is_told_by_its_variables(saved: Any, wanted: Any) -> None:
-    """The optimizer of one side has no variables."""
-    assert "'optimizer/sgd/iteration' is " in model_differences.refusal(saved, wanted)

@@ -273,6 +273,7 @@ DAMAGES: dict[Callable[[Path, Path], None], str] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("read_by_holders", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__)
 def test_a_damaged_part_is_named_and_the_checkpoint_before_is_used(

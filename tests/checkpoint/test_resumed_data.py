@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import tfpar
 from tests.checkpoint.test_checkpoint import InterruptAt
 from tests.support import parity_cases, small
-from tfpar.checkpoint import metadata
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -48,13 +46,3 @@ def test_another_batch_size_alone_is_a_warning(tmp_path: Path) -> None:
     fit("single_device", tmp_path, 8, interrupt_at=2, steps_per_epoch=4)
     with pytest.warns(UserWarning, match="after 2 batches of the data. They had 8 examples .* first one has 16 now"):
         fit("single_device", tmp_path, 16, steps_per_epoch=4)
-
-
-def test_a_checkpoint_without_a_description_of_its_data_resumes_as_before(tmp_path: Path) -> None:
-    """Files of older versions have none."""
-    fit("single_device", tmp_path, 8, interrupt_at=4)
-    (path,) = tmp_path.glob("*.npz")
-    checkpoint = metadata.unpack(path)
-    older = dataclasses.replace(checkpoint.position, steps_per_epoch=0, batch_size=0)
-    path.write_bytes(metadata.to_bytes(dataclasses.replace(checkpoint, position=older)))
-    assert fit("single_device", tmp_path, 16) == 4
