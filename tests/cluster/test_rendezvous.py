@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -76,12 +75,6 @@ def started(call: Callable[[], object]) -> Future[object]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_all_workers_meet(host: str) -> None:
     assert together(places(3, host)) == [([], "")] * 3
-
-
-def test_an_address_of_each_family_meets() -> None:
-    first, second, third = free_addresses(3)
-    addresses = (first.replace("127.0.0.1", "[::1]"), second, third.replace("127.0.0.1", "localhost"))
-    assert together([Job(addresses, rank, "worker") for rank in range(3)]) == [([], "")] * 3
 
 
 def test_a_job_with_other_hosts_listens_on_both_families() -> None:
@@ -200,21 +193,6 @@ def test_an_impostor_takes_no_workers_place() -> None:
     assert future.result(SECONDS) == ([], REFUSED.format(2))
 
 
-def test_a_proof_of_one_connection_is_worth_nothing_on_another() -> None:
-    jobs = places(3)
-    future = started(lambda: side(jobs[0]))
-    with connect(jobs[1]) as first, connect(jobs[1]) as second:
-        challenge = messages.read_greeting(first.recv(100))
-        assert challenge is not None
-        hello = messages.hello(1, messages.Challenges(challenge, messages.new_challenge()), SECRET)
-        first.sendall(hello)
-        assert second.recv(100).startswith(b"tfpar ")
-        second.sendall(hello)
-        assert second.recv(100) == messages.REFUSED
-    assert together(jobs[1:]) == [([], "")] * 2
-    assert future.result(SECONDS) == ([], REFUSED.format(1))
-
-
 @pytest.mark.parametrize(
     ("answer", "remark"),
     [
@@ -287,75 +265,3 @@ def test_the_secret_is_no_argument_and_no_message_of_the_launched_workers(tmp_pa
 
 
 # Strangers
-
-
-@pytest.mark.parametrize(
-    "sent", [b"", b"1", b"GET / HTTP/1.1\r\n", b"\x00" * 200], ids=["silent", "1", "http", "zeros"]
-)
-def test_strangers_keep_nobody_from_meeting(sent: bytes) -> None:
-    jobs = places(2)
-    future = started(lambda: side(jobs[0]))
-    strangers = [connect(jobs[1]) for _ in range(300)]
-    try:
-        for stranger in strangers:
-            try:
-                stranger.sendall(sent)
-            except OSError:
-                continue  # dropped as one too many
-        began_seconds = time.monotonic()
-        assert side(jobs[1]) == ([], "")
-        assert future.result(SECONDS)[0] == []  # type: ignore[index]
-        assert time.monotonic() - began_seconds < 5
-    finally:
-        for stranger in strangers:
-            stranger.close()
-
-
-def test_a_byte_now_and_then_does_not_hold_the_chief_past_its_time() -> None:
-    jobs = places(2)
-    future = started(lambda: side(jobs[0], seconds=1.5))
-    with connect(jobs[1]) as trickle:
-        began_seconds = time.monotonic()
-        while not future.done() and time.monotonic() - began_seconds < 10:
-            trickle.sendall(b"1")
-            time.sleep(0.2)
-    assert future.result(0) == ([jobs[1].addresses[1]], "")
-    assert time.monotonic() - began_seconds < 5
-
-
-def test_a_chief_that_trickles_does_not_hold_a_worker_past_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_ANSWER_SECONDS", 0.5)
-    _, second = places(2)
-    with socket.create_server(tf_config.split_address(second.addresses[0])) as impostor:
-        future = started(lambda: side(second, seconds=1))
-        connection, _ = impostor.accept()
-        began_seconds = time.monotonic()
-        with connection:
-            while not future.done() and time.monotonic() - began_seconds < 10:
-                try:
-                    connection.sendall(b"t")
-                except OSError:
-                    break
-                time.sleep(0.2)
-            assert future.result(SECONDS) == ([second.addresses[0]], "")
-    assert time.monotonic() - began_seconds < 5
-
-
-def test_a_chief_without_file_descriptors_takes_its_workers_once_strangers_leave() -> None:
-    jobs = places(2)
-    program = (
-        "import json, resource, sys\nfrom tfpar.cluster.rendezvous import chief\n"
-        "from tfpar.cluster.tf_config import Job\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
-        f"found = chief.gather(Job({jobs[0].addresses!r}, 0, 'chief'), {SECONDS}, {SECRET!r})\n"
-        "print(json.dumps(found[:2]))"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        strangers = [connect(jobs[1]) for _ in range(100)]
-        try:
-            assert side(jobs[1]) == ([], "")
-            out, _ = process.communicate(timeout=SECONDS)
-        finally:
-            for stranger in strangers:
-                stranger.close()
-    assert json.loads(out) == [[], ""]

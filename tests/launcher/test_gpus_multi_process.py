@@ -36,10 +36,3 @@ def test_the_users_own_list_is_divided_also_after_a_restart(tmp_path: Path) -> N
     assert ranked(out, 0) == [f"3,{stand_ins.uuid(0)} None"] * 2
     assert err.count("warning: other processes use the memory of") == 2, "one for each GPU, at the first start"
     assert max(map(len, err.splitlines())) <= 80
-
-
-def test_no_worker_starts_with_more_gpus_than_there_are(tmp_path: Path) -> None:
-    path = stand_ins.nvidia_smi(tmp_path, stand_ins.table(2))
-    code, out, err = run(tmp_path, SHOWS, "--gpus_per_worker=2", gpus_of=path)
-    assert (code, out) == (1, "")
-    assert err.startswith("error: --gpus_per_worker must be at most 1 for 2 workers, as there are 2 GPUs, received 2.")

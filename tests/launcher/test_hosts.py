@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 
-from tests.support import launching
 from tfpar.launcher import hosts
 from tfpar.launcher.worker import environment_of
 
@@ -59,19 +57,3 @@ def test_no_secret_is_created_for_several_hosts_and_that_of_the_user_is_kept() -
     assert "TFPAR_JOB_SECRET" not in environment_of(1, addresses, 1, "", {}, None, 1)
     given = {"TFPAR_JOB_SECRET": "0123456789abcdef"}
     assert environment_of(1, addresses, 1, "", given, None, 1)["TFPAR_JOB_SECRET"] == "0123456789abcdef"
-
-
-@pytest.mark.multi_process
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--hosts", "a,b", "--print", "slurm"], "--print starts none. Leave one out"),
-        (["--host", "1"], "which is not set"),
-        (["--hosts", "a,b,c"], "no multiple of the 3 hosts"),
-    ],
-)
-def test_options_that_do_not_fit_together_are_refused(tmp_path: Path, options: list[str], words: str) -> None:
-    code, out, err = launching.run(tmp_path, "", *options)
-    assert (code, out) == (1, "")
-    assert words in err
-    assert len(err.splitlines()) == 1

@@ -126,13 +126,10 @@ if rank == 0:
     sys.exit("UnavailableError")
 time.sleep(60)
 """
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        code, _, err = run(folder, script)
-        assert code == 137, err
-        assert "worker 1 was killed by SIGKILL. It was the first to fail." in last_words(err)
-        assert "Worker 1 has no output." in last_words(err)
+    code, _, err = run(tmp_path, script)
+    assert code == 137, err
+    assert "worker 1 was killed by SIGKILL. It was the first to fail." in last_words(err)
+    assert "Worker 1 has no output." in last_words(err)
 
 
 def test_a_suspended_worker_is_named_and_ended(tmp_path: Path) -> None:
@@ -206,18 +203,6 @@ def test_restarts_at_most_as_often_as_said(tmp_path: Path) -> None:
     assert "The job failed: worker 0 failed with exit code 5." in last_words(err)
 
 
-def test_the_worker_with_the_cause_is_named_also_if_it_ends_last(tmp_path: Path) -> None:
-    script = """
-if rank == 1:
-    sys.exit(3)
-time.sleep(0.5)
-sys.exit(1)
-"""
-    code, _, err = run(tmp_path, script)
-    assert code == 1
-    assert "The job failed: worker 0 failed with exit code 1." in last_words(err)
-
-
 def test_a_script_that_misses_another_worker_is_not_blamed_for_ending_first(tmp_path: Path) -> None:
     script = """
 if rank == 1:
@@ -233,10 +218,9 @@ sys.exit("the cause")
     assert "the cause" in said
 
 
-@pytest.mark.parametrize("words", [("--config", "missing"), ("--set", "training.epoch=3"), ("--nothing",)])
-def test_a_configuration_error_is_not_repeated(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_configuration_error_is_not_repeated(tmp_path: Path) -> None:
     completed = subprocess.run(
-        [*_launch(), "--num_workers", "1", "--max_restarts", "3", "--", *words],
+        [*_launch(), "--num_workers", "1", "--max_restarts", "3", "--", "--config", "missing"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -263,7 +247,7 @@ def test_a_request_to_stop_ends_the_pause_between_restarts(tmp_path: Path) -> No
     assert last_words(err).splitlines()[-1] == "Stopped by SIGTERM. Worker 0 failed with exit code 5."
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_request_to_stop_is_passed_on_once_and_never_restarts(tmp_path: Path, number: signal.Signals) -> None:
     with started(tmp_path, SAVES, "--max_restarts", "3") as launcher:
         launcher.wait_for("ready-0", "ready-1")
@@ -279,18 +263,6 @@ def test_a_request_to_stop_is_passed_on_once_and_never_restarts(tmp_path: Path, 
     ]
     for rank in range(2):
         assert (tmp_path / f"saved-{rank}").read_text() == "SIGTERM\n"
-
-
-def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    with started(tmp_path, DEAF + "time.sleep(60)") as launcher:
-        launcher.wait_for("ready-0", "ready-1")
-        launcher.send(signal.SIGINT)
-        time.sleep(0.7)  # longer than a signal that is sent twice
-        assert launcher.process.poll() is None
-        launcher.send(signal.SIGINT)
-        code, _, err = launcher.finish()
-    assert code == 130
-    assert "Worker 0 was killed by SIGKILL. Worker 1 was killed by SIGKILL." in last_words(err)
 
 
 def test_who_is_not_done_after_the_grace_is_killed(tmp_path: Path) -> None:
@@ -342,24 +314,6 @@ def test_processes_of_a_worker_end_with_it(tmp_path: Path) -> None:
     assert not any(is_alive(int((tmp_path / f"child-{rank}").read_text())) for rank in range(2))
 
 
-def test_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    script = """
-import socket
-address = place["cluster"]["worker"][rank]
-server = socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))
-sign("ready")
-wait(*(f"../{job}/ready-{other}" for job in ("one", "two") for other in range(2)))
-print(address)
-"""
-    with started(folders[0], script) as first, started(folders[1], script) as second:
-        ends = [first.finish(), second.finish()]
-    assert [end.code for end in ends] == [0, 0], ends
-    assert len({line.split()[1] for end in ends for line in end.out.splitlines()}) == 4
-
-
 def test_a_reader_that_goes_away_stops_the_job_with_a_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, SAVES) as launcher:
         assert launcher.process.stdout is not None
@@ -370,25 +324,6 @@ def test_a_reader_that_goes_away_stops_the_job_with_a_checkpoint(tmp_path: Path)
         code, _, err = launcher.finish()
     assert code == 128 + signal.SIGPIPE
     assert "Stopped by SIGPIPE. All workers exited normally." in last_words(err)
-    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
-
-
-def test_a_suspended_reader_does_not_keep_the_job_from_stopping(tmp_path: Path) -> None:
-    floods = """
-def save(number, frame):
-    print("saves")
-    sign("saved")
-    os._exit(130)
-signal.signal(signal.SIGTERM, save)
-sign("ready")
-while True:
-    os.write(1, b"x" * 1000 + b"\\n")
-"""
-    with started(tmp_path, floods) as launcher:
-        launcher.wait_for("ready-0", "ready-1")
-        time.sleep(0.3)
-        launcher.send(signal.SIGTERM)
-        assert launcher.process.wait(10) == 143
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
@@ -417,41 +352,6 @@ else:
     assert "\r100% True\r\n" in written
     assert "\r\x1b[K[1] no bar False\r\n" in written
     assert "[0]" not in written
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "Worker 0 wrote nothing to standard error; its output is above."),
-        ("print('one', file=sys.stderr)", "The last line of standard error of worker 0:\n[launch]   one"),
-    ],
-)
-def test_the_chief_that_fails_on_a_terminal_is_not_said_to_have_no_output(
-    words: str, said: str, tmp_path: Path
-) -> None:
-    script = f"if rank == 0:\n    print('half')\n    {words or 'pass'}\n    sys.exit(5)\ntime.sleep(60)"
-    ours, theirs = pty.openpty()
-    try:
-        with started(tmp_path, script, out=theirs) as launcher:
-            code, _, err = launcher.finish()
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert code == 5, err
-    assert said in err
-
-
-def test_the_trains_own_flags_follow_the_two_dashes(tmp_path: Path) -> None:
-    completed = subprocess.run(
-        [*_launch(), "--num_workers", "1", "--", "--print_config", "--num_workers", "3"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert completed.returncode == 2, "tfpar.train has no such flag, and says so"
-    assert "error: --num_workers is no flag." in completed.stderr
-    assert "worker 0 failed with exit code 2" in completed.stderr
 
 
 def test_a_bad_flag_is_one_sentence(tmp_path: Path) -> None:
