@@ -205,6 +205,7 @@ def test_a_run_resumes_under_another_strategy_with_the_weights_of_one_device(
         assert line == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("trainer", ["Cosine", "CosineOfAnObjective"])
 def test_an_optimizer_that_depends_on_the_number_of_epochs_is_refused(
     call: command.InProcess, tmp_path: Path, trainer: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +95,7 @@ def test_a_finished_run_that_is_whole_changes_nothing(call: command.InProcess, d
     assert contents(directory.path, without=[".lock"]) == before
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", ["{broken", "[1]", '{"epoch": "2"}', '{"epoch": -1}', "9" * 5000, "[" * 99_999])
 def test_a_damaged_line_of_the_metrics_costs_no_other_line(
     call: command.InProcess, directory: RunDirectory, whole: Path, line: str
@@ -121,60 +120,6 @@ def test_optimizer_json_is_written_again(call: command.InProcess, directory: Run
     assert call(*FLAGS).code == 0
     assert directory.optimizer.read_bytes() == (whole / "optimizer.json").read_bytes()
     assert call(*FLAGS, *settings("training.epochs=4")).code == 0
-
-
-def of_an_older_version(directory: RunDirectory) -> None:
-    """Take away what an older version did not write."""
-    import numpy as np
-
-    (directory.path / "run.json").unlink()
-    results = json.loads(directory.results.read_text())
-    del results["run"], results["sha256"]
-    directory.results.write_text(json.dumps(results))
-    for path in directory.checkpoints.iterdir():
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        state = json.loads(str(arrays["state.json"]))
-        del state["run"], state["callbacks"]["MetricsFile.0"]
-        np.savez(path, allow_pickle=False, **{**arrays, "state.json": np.array(json.dumps(state))})
-
-
-def test_a_finished_run_of_an_older_version_is_known_as_such(call: command.InProcess, directory: RunDirectory) -> None:
-    of_an_older_version(directory)
-    before = contents(directory.path, without=[".lock", "run.json"])
-    assert "trained to its end already" in call(*FLAGS).out
-    assert contents(directory.path, without=[".lock", "run.json"]) == before
-
-
-@pytest.mark.parametrize("name", ["model.keras", "metrics.jsonl"])
-def test_a_finished_run_of_an_older_version_writes_damaged_files_again(
-    call: command.InProcess, directory: RunDirectory, whole: Path, name: str
-) -> None:
-    of_an_older_version(directory)
-    cut(directory.path / name)
-    repaired = call(*FLAGS)
-    assert repaired.code == 0, repaired
-    command.assert_same_weights(directory.path, whole)
-    assert [line["loss"] for line in metrics(directory.path)] == [line["loss"] for line in metrics(whole)]
-    assert "trained to its end already" in call(*FLAGS).out
-
-
-def test_a_run_of_an_older_version_resumes_and_says_which_line_is_damaged(
-    call: command.InProcess, directory: RunDirectory, whole: Path
-) -> None:
-    """Its checkpoints do not hold the lines of the metrics, but the history."""
-    of_an_older_version(directory)
-    directory.results.unlink()
-    sorted(directory.checkpoints.iterdir())[-1].unlink()
-    lines = directory.metrics.read_text().splitlines(keepends=True)
-    directory.metrics.write_text("{broken\n" + lines[1])
-    resumed = call(*FLAGS)
-    assert resumed.code == 0, resumed
-    assert resumed.err == "warning: run/metrics.jsonl is damaged in line 1.\n"
-    first, *others = metrics(whole)
-    del first["step"]
-    assert metrics(directory.path) == [first, *others]
-    command.assert_same_weights(directory.path, whole)
 
 
 def test_a_checkpoint_of_another_run_of_the_same_model_is_refused(

@@ -20,15 +20,6 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 IN_FLOAT64 = settings("training.epochs=2", "training.precision=float64")  # where rounding hides nothing
 FILES = {"config.toml", "metrics.jsonl", "model.keras", "optimizer.json", "results.json"}
 FILES |= {"run.json", "tensorflow.log", "report.html", "record.json", "events.jsonl", "prediction.json"}
-LOAD_WITHOUT_TFPAR = """
-import sys
-sys.modules["tfpar"] = None  # importing it is an error from here on
-import keras, numpy as np, sklearn.datasets
-digits = sklearn.datasets.load_digits()
-model = keras.models.load_model(sys.argv[1])
-logits = model.predict(digits.images[..., np.newaxis] / 16, verbose=0)
-print((logits.argmax(axis=1) == digits.target).mean(), model.optimizer.name)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -138,16 +129,6 @@ def test_metrics_and_results_tell_of_a_good_model(default_run: Outcome, folder: 
 
 
 @pytest.mark.slow_start
-def test_the_model_loads_with_keras_where_tfpar_is_not(default_run: Outcome, folder: Path, tmp_path: Path) -> None:
-    model = folder / "runs" / "default" / "model.keras"
-    loaded = command.run([str(model)], tmp_path, tmp_path, code=["-c", LOAD_WITHOUT_TFPAR])
-    assert loaded.code == 0, loaded
-    accuracy, optimizer = loaded.out.split()
-    assert float(accuracy) > 0.97, "on all 1,797 digits, seen and unseen"
-    assert optimizer == "adam", "it can be trained on"
-
-
-@pytest.mark.slow_start
 @pytest.mark.usefixtures("logical_cpus", "default_run")
 def test_the_same_command_again_says_that_it_is_trained_and_changes_nothing(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -171,22 +152,6 @@ def test_a_terminal_sees_a_progress_bar(on_terminal: Outcome) -> None:
     assert re.search(r"[\r\b].*\b1/24\b.*[\r\b].*24/24", on_terminal.out, re.DOTALL), "it moves"
     assert "oneDNN" not in on_terminal.out, "TensorFlow's messages"
     assert "CUDA" not in on_terminal.out, "TensorFlow's messages"
-
-
-@pytest.mark.slow_start
-def test_two_replicas_train_the_weights_of_one_device(on_terminal: Outcome, folder: Path, data: Path) -> None:
-    flags = ["--config", str(ROOT / "configs" / "digits_mirrored.toml"), *IN_FLOAT64]
-    mirrored = command.run(flags, folder, data)
-    assert mirrored.code == 0, mirrored
-    assert mirrored.err == ""
-    assert "CPU:0, CPU:1" in mirrored.out
-    assert "Mirrored over 2 replicas" in mirrored.out
-    assert "logical CPUs share the cores that one device uses alone" in " ".join(mirrored.out.split())
-    assert "64 examples = 2 replicas x 32" in mirrored.out
-    directory = folder / "runs" / "digits_mirrored"
-    command.assert_same_weights(directory, folder / "runs" / "terminal", tolerance=1e-9)
-    for line, expected in zip(metrics(directory), metrics(folder / "runs" / "terminal"), strict=True):
-        assert line == pytest.approx(expected, rel=1e-9)
 
 
 def test_all_that_a_run_can_ask_of_the_loop_is_alike_on_three_replicas(
