@@ -1,6 +1,5 @@
 """The benchmarks run: the command, settings, one tiny round of the real thing, the tables of the documentation."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 from benchmarks import harness, parity_table, process
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.gpus import experiments as gpu_experiments
-from benchmarks.gpus.setting import GpuSetting, TrainerName
+from benchmarks.gpus.setting import GpuSetting
 from benchmarks.gpus.worker import measure as measure_gpus
 from benchmarks.harness import Experiment, Target
 from benchmarks.measurement import Measurement
@@ -100,21 +99,3 @@ def test_a_worker_that_fails_says_why_and_one_that_hangs_is_ended() -> None:
 def test_each_trainer_of_gpus_runs_on_cpus(trainer: str) -> None:
     output = measure_gpus(GPU_TRAINERS[trainer])
     assert output["examples_per_second"] == pytest.approx(4 / output["step_seconds"])
-
-
-@pytest.mark.extended
-@pytest.mark.multi_process
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
-@pytest.mark.parametrize("trainer", ["torch", "torch_pipeline"])
-def test_pytorch_runs_on_cpus(trainer: TrainerName) -> None:
-    output = measure_gpus(replace(TINY, trainer=trainer, devices=("CPU:0", "CPU:1"), num_microbatches=2))
-    assert output["examples_per_second"] == pytest.approx(4 / output["step_seconds"])
-
-
-@pytest.mark.extended
-@pytest.mark.multi_process
-@pytest.mark.slow_start
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the two workers needs a core of its own")
-def test_two_workers_train_a_tiny_experiment() -> None:
-    output = measure(Measurement("host_bound", "tfpar", 8, num_steps=4, num_warm_up_steps=2, num_workers=2))
-    assert output["examples_per_second"] == pytest.approx(32 / output["training_seconds"])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.support import extent
-from tests.support.crossed import sample, spread
+from tests.support.crossed import sample
 
 pytest_plugins = ["pytester"]
 TESTS = """
@@ -47,18 +47,6 @@ def test_each_value_comes_once_or_as_often_as_it_must(sizes: tuple[int, ...]) ->
         assert min(counts) >= 1
         assert max(counts) - min(counts) <= 1
     assert taken == sample(rows, rows)
-
-
-def test_rows_that_are_all_different_are_all_taken() -> None:
-    rows = [{"case": number} for number in range(5)]
-    assert sample(rows, rows) == rows
-    assert sample([], []) == []
-
-
-def test_few_rows_are_spread_over_their_table() -> None:
-    assert spread(range(9), 3) == [0, 4, 8]
-    assert spread(range(2), 3) == [0, 1]
-    assert spread(range(9), 1) == [0]
 
 
 def test_ci_takes_a_sample_of_crossed_tests_and_no_extended_one(pytester: pytest.Pytester) -> None:

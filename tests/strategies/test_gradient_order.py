@@ -75,9 +75,6 @@ def test_the_order_changes_no_gradient(name: str) -> None:
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
-
-
-
 def test_packs_are_sent_in_the_order_in_which_the_backward_pass_completes_them() -> None:
     """Neither mixed types nor a large gradient in the middle end a pack; what is summed in another way has its turn."""
     sent: list[Any] = []
