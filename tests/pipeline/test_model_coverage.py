@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import keras
 import numpy as np
@@ -21,7 +20,6 @@ from tests.support.pipeline_models import (
     CountsAndAddsLoss,
     assert_pipeline_equals_one_device,
     crossentropy,
-    deep,
     labelled,
     sequential,
 )
@@ -59,6 +57,7 @@ def test_a_first_batch_may_have_fewer_examples_than_there_are_micro_batches(sche
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "num_hidden", "num_stages"),
     [("1f1b", 0, 1), ("zero_bubble", 1, 2), ("interleaved", 0, 1), ("interleaved", 2, 3)],
@@ -81,24 +80,3 @@ def test_a_model_of_fewer_calls_than_stages_trains_in_fewer_stages_with_a_warnin
         found = trainer.fit(labelled(), epochs=2, verbose=0).history
     assert_same_history(found, expected, TOLERANCE)
     assert len(trainer.strategy.predict_step_time(trainer.model, next(iter(labelled()))).rows) == num_stages
-
-
-def test_layers_may_be_frozen_and_unfrozen_between_two_fits() -> None:
-    def freeze(model: keras.Model, frozen: int, optimizer: Any) -> keras.Model:
-        for index, layer in enumerate(model.layers):
-            layer.trainable = index != frozen
-        model.compile(optimizer, crossentropy())
-        return model
-
-    def build() -> keras.Model:
-        return freeze(deep(), 0, keras.optimizers.AdamW(0.01))
-
-    with computing_in("float64"):
-        keras.utils.set_random_seed(0)
-        model = build()
-        trainer = tfpar.Trainer(build, tfpar.Pipeline(3, 3, "zero_bubble", "parameters"), seed=0)
-        for one, fit in ((model, model.fit), (trainer.model, trainer.fit)):
-            fit(labelled(), verbose=0)
-            freeze(one, 1, keras.optimizers.SGD(0.1))
-            fit(labelled(), verbose=0)
-        assert_same_state(state(trainer.model), state(model), TOLERANCE)

@@ -1,10 +1,10 @@
-"""Precision, eager steps, callbacks and resumed runs: the arguments of `fit` do in pipelines what they do in Keras."""
+"""Optimizers, eager steps, callbacks and unusual elements: `fit` does in pipelines what it does in Keras."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,32 +21,6 @@ from tests.support.small import assert_same_history, assert_same_state, assert_t
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
-def test_mixed_float16_scales_the_loss_and_skips_a_step_that_overflows() -> None:
-    def build() -> keras.Model:
-        keras.config.set_dtype_policy("mixed_float16")
-        try:
-            model = deep()
-        finally:
-            keras.config.set_dtype_policy("float32")
-        inner = keras.optimizers.SGD(0.1)
-        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**30), crossentropy())
-        return model
-
-    one, other = (
-        tfpar.Trainer(build, strategy, seed=0)
-        for strategy in (tfpar.SingleDevice(), tfpar.Pipeline(3, 1, balance="parameters", recompute=True))
-    )
-    before = one.model.get_weights()
-    batch = labelled().take(1)
-    for trainer in (one, other):
-        trainer.fit(batch, verbose=0)
-        assert_same_state(trainer.model.get_weights(), before)
-        assert float(trainer.model.optimizer.dynamic_scale) == 2.0**29
-        trainer.fit(batch, epochs=20, verbose=0)
-    assert_same_state(state(other.model), state(one.model), 1e-5)
-    assert np.max(np.abs(one.model.get_weights()[0] - before[0])) > 0
-
-
 def test_a_function_chooses_the_optimizer_of_each_weight() -> None:
     def build() -> keras.Model:
         model = deep()
@@ -56,37 +30,6 @@ def test_a_function_chooses_the_optimizer_of_each_weight() -> None:
         return model
 
     assert_trains_as_one_device(build, labelled, lambda: tfpar.Pipeline(2, 2))
-
-
-class Example(NamedTuple):
-    """An element of a dataset; tf.data keeps its class, and Keras makes a tuple of it."""
-
-    features: tf.Tensor
-    label: tf.Tensor
-
-
-def test_named_tuples_train_as_tuples() -> None:
-    strategy = tfpar.Pipeline(2, 2, balance="parameters")
-    expected = tfpar.Trainer(deep, tfpar.SingleDevice(), seed=0)
-    expected.fit(labelled(), verbose=0)
-    trainer = tfpar.Trainer(deep, strategy, seed=0)
-    named = labelled().map(Example)
-    trainer.fit(named, validation_data=named, verbose=0)
-    assert_same_state(state(trainer.model), state(expected.model), 1e-5)
-
-
-def test_run_eagerly_and_several_steps_a_call_change_nothing() -> None:
-    def eager() -> keras.Model:
-        model = deep()
-        model.compile("adam", crossentropy(), run_eagerly=True)
-        return model
-
-    states = []
-    for build, more in ((deep, {"steps_per_call": 3}), (eager, {})):
-        trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
-        trainer.fit(labelled(), verbose=0, **more)
-        states.append(state(trainer.model))
-    assert_same_state(states[1], states[0], 1e-6)
 
 
 def test_eager_steps_of_many_micro_batches_train_embeddings_and_predict() -> None:
@@ -134,28 +77,6 @@ def test_the_arguments_and_callbacks_of_fit_work_as_in_keras(tmp_path: Path) -> 
     assert len(histories[0]["loss"]) < 6
 
 
-def test_a_run_is_resumed_by_one_device_and_by_pipelines_of_other_stages(tmp_path: Path) -> None:
-    strategies = [
-        tfpar.Pipeline(3, 4, "zero_bubble", [1, 1, 2]),
-        tfpar.SingleDevice(),
-        tfpar.Pipeline(2, 3, balance=[3, 1], recompute=True),
-    ]
-    with computing_in("float64"):
-        keras.utils.set_random_seed(0)
-        model = deep()
-        model.fit(labelled(), epochs=len(strategies), verbose=0)
-        for number, strategy in enumerate(strategies):
-            trainer = tfpar.Trainer(deep, strategy, seed=0)
-            stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs, trainer=trainer: trainer.interrupt())
-            last = number == len(strategies) - 1
-            checkpoints = tfpar.Checkpoints(tmp_path)
-            history = trainer.fit(
-                labelled(), epochs=3, verbose=0, checkpoints=checkpoints, callbacks=None if last else [stop]
-            )
-            assert history.epoch[-1] == number
-    assert_same_state(state(trainer.model), state(model), TOLERANCE)
-
-
 BY_STAGES: dict[str, Callable[[], tfpar.Strategy]] = {
     "pipeline": lambda: tfpar.Pipeline(2, 4, balance="parameters"),
     "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), 2),
@@ -200,6 +121,7 @@ PASSING_INPUTS_THROUGH = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", PASSING_INPUTS_THROUGH)
 def test_a_model_may_pass_inputs_through_to_its_outputs(strategy: str) -> None:
     """Layers read one of them, which has a loss; none reads the other, an integer."""
@@ -225,27 +147,6 @@ def test_a_model_may_pass_inputs_through_to_its_outputs(strategy: str) -> None:
     assert outputs.keys() == expected_outputs.keys()
     for name, values in expected_outputs.items():
         np.testing.assert_allclose(outputs[name], values, rtol=1e-4, atol=1e-6)
-
-
-class Limited(layers.Layer):
-    """Fails on a large input."""
-
-    def call(self, features: Any) -> Any:
-        with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_max(features), 1e3)]):
-            return tf.identity(features)
-
-
-def test_the_failed_assertion_of_a_stage_is_named() -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((NUM_FEATURES,)), layers.Dense(3), Limited()])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    features = inputs(16)
-    features[-1] = 1e6
-    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance=[1, 1]), seed=0)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="did not hold"):
-        trainer.fit(features, labels(16), batch_size=4, verbose=0)
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "shards"])

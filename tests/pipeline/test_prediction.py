@@ -19,17 +19,6 @@ from tests.support.small import shuffled
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
-@pytest.mark.parametrize("steps_per_epoch", [None, 3])
-def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per_epoch: int | None) -> None:
-    def fitted(*, looks: bool) -> dict[str, list[float]]:
-        trainer, dataset = tfpar.Trainer(classifier(), tfpar.Pipeline(2, 2, balance="parameters"), seed=0), shuffled()
-        if looks:
-            trainer.strategy.predict_step_time(trainer.model, trainer.build(dataset))
-        return trainer.fit(dataset, epochs=2, steps_per_epoch=steps_per_epoch, verbose=0).history
-
-    assert fitted(looks=True) == fitted(looks=False)
-
-
 def test_an_error_of_a_measurement_on_one_worker_is_reported_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a report, the other workers would wait for the messages of the measurement."""
     pipeline = tfpar.Pipeline(2, 2, balance="parameters")

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import scipy.sparse
 import tensorflow as tf
 from keras import layers
 
@@ -129,15 +128,6 @@ def test_predict_returns_sparse_outputs_as_keras_does() -> None:
         for one in (tfpar.Trainer(build, tfpar.Pipeline(2, 3, balance="parameters")), build())
     )
     np.testing.assert_allclose(tf.sparse.to_dense(found), tf.sparse.to_dense(wanted), rtol=1e-6)
-
-
-def test_scipy_matrices_are_sparse_batches() -> None:
-    matrix = scipy.sparse.csr_matrix(mostly_zero())
-    trainer = tfpar.Trainer(sparse_input, tfpar.Pipeline(2, 4, balance="parameters"), seed=0)
-    losses = [
-        trainer.evaluate(features, labels(NUM_EXAMPLES), batch_size=8, verbose=0) for features in (matrix, rows())
-    ]
-    assert losses[0] == losses[1]
 
 
 class ScaledByBatch(ScaledValues):

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from tfpar.pipeline.analysis import timeline_plot
-from tfpar.pipeline.analysis.stage_table import StageRow, describe_schedule, describe_step, stages_table
+from tfpar.pipeline.analysis.stage_table import StageRow, describe_step, stages_table
 from tfpar.pipeline.schedule import Schedule, make
 from tfpar.pipeline.schedule.simulator import Durations, Timeline, simulate
 
@@ -89,11 +89,6 @@ def test_labels_are_in_their_boxes_and_the_legend_is_below_the_axes(
     assert len({text.get_fontsize() for text in axes.texts}) == 1
 
 
-def test_boxes_too_narrow_for_an_index_have_none() -> None:
-    schedule = make("gpipe", 2, 300)
-    assert not figure_of(schedule).axes[0].texts
-
-
 def colours(name: str, num_stages: int, num_devices: int) -> set[str]:
     """Return the colours of all bars of a picture."""
     bars = figure_of(make(name, num_stages, 2 * num_devices, num_devices)).axes[0].collections
@@ -103,10 +98,6 @@ def colours(name: str, num_stages: int, num_devices: int) -> set[str]:
 def test_kinds_of_actions_and_the_bubble_differ_in_colour() -> None:
     assert colours("1f1b", 2, 2) == {BLUE, ORANGE, GREY}
     assert colours("zero_bubble", 2, 2) == {BLUE, ORANGE, GREEN, GREY}
-
-
-def test_later_stages_of_a_device_are_lighter() -> None:
-    assert colours("interleaved", 4, 2) == {BLUE, ORANGE, "#99C7E0", "#F5D999", GREY}
 
 
 def test_the_legend_names_the_actions_of_the_schedule() -> None:
@@ -195,13 +186,6 @@ def test_a_long_title_has_two_lines() -> None:
     assert second == "  each of 2 workers"
 
 
-def test_unknown_cells_are_empty() -> None:
-    unknown = row(forward_seconds=None, backward_seconds=None, memory_bytes=None, cut_bytes=None, num_layers=1)
-    *_, numbers, layer = printed([unknown], None, make("1f1b", 1, 1))
-    assert numbers.split() == ["0", "CPU:0", "1", "1,234,567"], "no times, no caption"
-    assert layer == "embedding"
-
-
 def test_at_eighty_columns_no_line_is_too_long_and_no_layer_name_is_cut() -> None:
     names = {
         "first_layer": "block_1/attention/query/einsum",
@@ -220,7 +204,3 @@ def test_at_eighty_columns_no_line_is_too_long_and_no_layer_name_is_cut() -> Non
 )
 def test_milliseconds_have_three_digits(seconds: float, expected: str) -> None:
     assert describe_step(Timeline(1, (), seconds, (0,))) == f"step {expected} ms, bubble 100.0 %"
-
-
-def test_the_number_one_has_a_singular_noun() -> None:
-    assert describe_schedule(make("gpipe", 1, 1)) == "gpipe: 1 stage on 1 device, 1 micro-batch"

@@ -90,14 +90,6 @@ def test_equal_blocks_of_sharded_weights_are_one_program(training: bool) -> None
     assert len({id(one.parameters[0]) for one in blocks}) == NUM_BLOCKS
 
 
-def test_equal_stages_on_several_devices_have_one_trace_and_a_program_on_each() -> None:
-    strategy = tfpar.Pipeline(6, 3, "interleaved", devices=["CPU:0", "CPU:1", "CPU:2"], balance="parameters")
-    stages = programs_of(model_of(*[dense] * 6), strategy)
-    assert len({id(one.trace) for one in stages[1:]}) == 1
-    assert stages[1].functions is stages[4].functions
-    assert len({id(one.functions) for one in stages[1:4]}) == 3
-
-
 class Choosing(keras.layers.Layer):
     """Layers with the same operations, of which they return, add or assign others."""
 

@@ -113,8 +113,6 @@ def build(way: str) -> Callable[[], keras.Model]:
 STAGED: dict[str, Callable[[], tfpar.Strategy]] = {
     "pipeline": lambda: tfpar.Pipeline(2, 2, balance="parameters"),
     "weights sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
-    "replicas of a pipeline": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), 2),
-    "stages of shards": lambda: tfpar.Pipeline(2, 2, num_shards=2, balance="parameters"),
 }
 
 
@@ -127,7 +125,7 @@ def test_a_weight_that_is_no_argument_is_refused_in_stages(strategy: str, way: s
     assert trainer.predict(small.data(), verbose=0).shape == (73, 3)
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "weights sharded", "replicas of a pipeline"])
+@pytest.mark.parametrize("strategy", STAGED)
 def test_a_weight_that_is_an_argument_trains_in_stages_as_on_one_device(strategy: str) -> None:
     small.assert_trains_as_one_device(build("takes"), small.data, STAGED[strategy])
 

@@ -47,12 +47,6 @@ def trained(build: Any, targets: Any, strategy: tfpar.Strategy) -> Any:
     return history, logs, trainer.predict(inputs, batch_size=6, verbose=0), trainer.model.get_weights()
 
 
-def compiled_by_xla() -> keras.Model:
-    model = classifier()
-    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
-    return model
-
-
 STRATEGIES = {
     "pipeline": lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"], balance="parameters"),
     "replicas of shards": lambda: tfpar.Hybrid(
@@ -72,11 +66,3 @@ def test_the_loss_of_large_logits_is_that_of_one_device(build: Any, strategy: st
     keras.tree.map_structure(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12), found, expected
     )
-
-
-@pytest.mark.extended
-def test_the_loss_of_large_logits_is_that_of_one_device_where_xla_compiles_the_model() -> None:
-    targets = np.random.default_rng(1).integers(0, 5, 16)
-    strategies = tfpar.Mirrored(["CPU:0", "CPU:1"]), tfpar.SingleDevice()
-    (found, *_), (expected, *_) = (trained(compiled_by_xla, targets, one) for one in strategies)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-9)

@@ -16,18 +16,6 @@ from tests.support import parity_cases, small
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 NUM_EXAMPLES, BATCH_SIZE = 25, 10  # micro-batches of 3, 3, 2, 2 examples, and of 2, 1, 1, 1 in the last batch
-DEVICES = ["CPU:0", "CPU:1"]
-
-
-class KeepsMean(keras.layers.Layer):
-    """A state that an added example would change."""
-
-    def build(self, shape: Any) -> None:
-        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False)
-
-    def call(self, features: Any) -> Any:
-        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(features))
-        return features
 
 
 class Doubled(keras.layers.Layer):
@@ -121,25 +109,3 @@ def test_padded_micro_batches_train_as_one_device(name: str) -> None:
     small.assert_same_history({k: [v] for k, v in evaluated.items()}, {k: [v] for k, v in wanted.items()})
     inputs = dataset().map(lambda x, *others: x)
     small.assert_same_state(*([one.predict(inputs, verbose=0)] for one in (trainer, model)), tolerance=1e-5)
-
-
-@pytest.mark.extended
-def test_states_are_those_of_the_micro_batches_without_padding() -> None:
-    """Moving averages differ from those of one device, as each micro-batch is normalized by itself."""
-    build = classifier(lambda: [KeepsMean(), keras.layers.BatchNormalization()])
-    states = []
-    for jit_compile in (True, False):
-        trainer = tfpar.Trainer(lambda jit=jit_compile: build(jit_compile=jit), pipeline(), seed=0)
-        trainer.fit(data(), verbose=0)
-        states.append(small.state(trainer.model))
-    small.assert_same_state(*states, 1e-5)
-
-
-@pytest.mark.extended
-def test_a_random_layer_is_repeatable() -> None:
-    build, states = classifier(lambda: [keras.layers.Dropout(0.5)]), []
-    for _ in range(2):
-        trainer = tfpar.Trainer(lambda: build(jit_compile=True), pipeline(), seed=0)
-        trainer.fit(data(), verbose=0)
-        states.append(small.state(trainer.model))
-    small.assert_same_state(*states)

@@ -117,17 +117,6 @@ def test_unused_operations_are_dropped_and_unused_layers_stay() -> None:
     assert names(trace(model, spec(4))) == ["unused", "head"]
 
 
-def test_an_unused_layer_runs_as_early_as_possible() -> None:
-    def call(model: Own, inputs: Any, training: Any) -> Any:
-        first = model.first(inputs)
-        last = model.last(model.middle(first))
-        model.probe(first)
-        return last
-
-    parts = {name: layers.Dense(2, name=name) for name in ("first", "middle", "last", "probe")}
-    assert names(trace(Own(call, **parts), spec(4))) == ["first", "probe", "middle", "last"]
-
-
 def test_a_model_may_be_deeper_than_the_python_stack() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         for _ in range(1100):
@@ -162,12 +151,6 @@ def two_inputs(**options: Any) -> keras.Model:
     entries = {"left": keras.Input((4,), name="left"), "right": keras.Input((1,), name="right", **options)}
     total = layers.Dense(3)(entries["left"]) + layers.Dense(3)(entries["right"])
     return keras.Model(entries, {"total": total, "left": entries["left"], "both": [total * 2.0, total]})
-
-
-def test_inputs_may_be_dicts_and_outputs_nested_structures() -> None:
-    model, inputs = two_inputs(), {"right": numbers(5, 1), "left": numbers(5, 4)}
-    assert [value.name for value in trace(model).inputs] == ["left", "right"]
-    assert_same(applied(model, inputs), model(inputs))
 
 
 def test_inputs_are_converted_to_the_declared_type_and_rank() -> None:
@@ -299,15 +282,6 @@ def test_the_calls_of_nested_subclasses_are_traced() -> None:
     given = [call.training for call in graph.calls if isinstance(call.operation, keras.Layer)]
     assert given == [(True, False)] * 3
     assert_same(applied(model, inputs, specs=inputs), model(inputs))
-
-
-def test_a_functional_subclass_is_traced_as_functional() -> None:
-    class Net(keras.Model):
-        def __init__(self) -> None:
-            entry = keras.Input((4,))
-            super().__init__(entry, layers.Dense(2, name="dense")(entry))
-
-    assert names(trace(Net())) == ["dense"]
 
 
 def test_a_constant_training_argument_of_a_subclass_stays() -> None:

@@ -53,22 +53,6 @@ def test_the_seconds_of_an_empty_function_are_subtracted(seconds: list[tuple[flo
     assert (second.forward_seconds, second.backward_seconds) == (0.0, 0.5), "never below zero"
 
 
-class Repeated(layers.Dense):
-    """A layer whose configuration does not hold its number of repetitions."""
-
-    def __init__(self, width: int, times: int) -> None:
-        super().__init__(width)
-        self.times = times
-
-
-def test_layers_that_differ_outside_of_their_configuration_are_measured_each(
-    seconds: list[tuple[float, float]],
-) -> None:
-    seconds += [(0.0, 0.0), (1.0, 2.0), (3.0, 4.0)]
-    graph = graph_of(Repeated(4, times=1), Repeated(4, times=9), Repeated(4, times=1))
-    assert [cost.forward_seconds for cost in costs_of(graph, np.ones((1, 4), "float32"))] == [1.0, 3.0, 1.0]
-
-
 def test_equal_layers_with_equal_shapes_are_measured_once(seconds: list[tuple[float, float]]) -> None:
     seconds += [(0.0, 0.0), (1.0, 2.0), (3.0, 4.0)]
     costs = costs_of(graph_of(layers.Dense(4), layers.Dense(4), layers.Dense(8)), np.ones((1, 4), "float32"))

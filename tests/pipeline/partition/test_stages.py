@@ -61,13 +61,6 @@ def test_outputs_of_the_model_cross_all_later_cuts() -> None:
     assert cut_names(trace(model)) == [["early"], ["early", "middle"]]
 
 
-def test_an_unused_value_crosses_no_cut() -> None:
-    entry = keras.Input((3, 4))
-    sequence, _ = layers.GRU(4, return_sequences=True, return_state=True, name="gru")(entry)
-    model = keras.Model(entry, layers.Dense(2, name="head")(sequence))
-    assert [len(values) for values in cut_values(trace(model))] == [1]
-
-
 def test_a_value_is_transferred_directly_to_each_stage_that_reads_it() -> None:
     stages = split_graph(trace(skip_connections()), [1, 2, 1, 2])
     assert input_names(stages) == [["entry"], ["a"], ["b"], ["c0", "a", "entry"]]
@@ -134,14 +127,6 @@ def test_the_first_stage_that_reads_a_weight_owns_it() -> None:
     embeddings, *hidden = model.trainable_variables
     assert owner_of(stages) == {id(embeddings): 0, **{id(v): 1 for v in hidden}}
     assert users_of(stages) == {id(embeddings): (0, 2), **{id(v): (1,) for v in hidden}}
-
-
-def test_the_last_stage_owns_an_unused_weight() -> None:
-    model = tied()
-    unused = keras.Variable(1.0)
-    owners = owner_of(split_graph(trace(model), [2, 1]), [*model.variables, unused])
-    assert owners[id(unused)] == 1
-    assert owners[id(model.variables[0])] == 0
 
 
 # --- the output of the stages -----------------------------------------------------------------------------------------
