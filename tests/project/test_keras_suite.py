@@ -24,12 +24,6 @@ def test_of_inputs_that_do_not_fit():
     model.compile("sgd", "mse")
     model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
 """
-HANGS = """
-import time
-
-def test_that_hangs(): time.sleep(1000)
-def test_after_it(): pass
-"""
 
 
 @pytest.mark.extended
@@ -47,15 +41,6 @@ def test_a_sample_passes_or_is_listed_and_refusals_are_detected(strategy: str, t
         kind, why = command.verdict(strategy, test, result)
         assert kind in (command.PASSED, command.LISTED), f"{test} is {kind}: {why}"
         assert result["calls"], f"{test} trains nothing"
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_a_test_that_hangs_costs_itself_only(tmp_path: Path) -> None:
-    (tmp_path / "hangs_test.py").write_text(HANGS)
-    records = processes.run("keras", [str(tmp_path / "hangs_test.py")], seconds=3)
-    outcomes = {name.split("test_")[-1]: result["outcome"] for name, result in records.items()}
-    assert outcomes == {"that_hangs": "crashed", "after_it": "passed"}
 
 
 def record(outcome: str, *refusals: str, error: str = "") -> dict[str, Any]:
