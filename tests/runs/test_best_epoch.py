@@ -70,13 +70,6 @@ def test_an_early_stop_is_said_and_the_results_are_of_the_restored_epoch(
     assert "the weights are those of epoch 4" in call(*FLAGS, *STOPS, *epochs(9)).out, "said again of a finished run"
 
 
-def test_weights_of_an_earlier_epoch_are_said_where_nothing_stopped(call: command.InProcess, tmp_path: Path) -> None:
-    outcome = call(*FLAGS, *STOPS, *epochs(5))
-    assert "Stopped after" not in outcome.out
-    assert "trained    5 epochs, 10 steps; the weights are those of epoch 4\n" in outcome.out
-    assert results(tmp_path / "run")["loss"] == metrics(tmp_path / "run")[3]["loss"]
-
-
 def test_the_model_of_the_best_epoch_is_kept_also_by_a_run_that_resumes(
     call: command.InProcess, tmp_path: Path
 ) -> None:

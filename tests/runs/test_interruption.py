@@ -1,147 +1,15 @@
-"""Ctrl-C, a terminated job, a killed process, a damaged file: the same command resumes and ends with equal weights."""
+"""Signals and damaged files: the same command resumes, and ends with the weights of an undisturbed run."""
 
 import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.support import command
-from tests.support.command import Outcome, metrics, settings
-from tfpar.checkpoint import Checkpoints, Position
+from tests.support.command import metrics, settings
 from tfpar.runs.directory import RunDirectory
-
-# Everything with a state: Adam's moments, Dropout's and the augmentation's random numbers, the shuffle.
-FLAGS = [
-    *("--directory", "runs/x"),
-    *settings("model.dropout=0.25", 'data.augmentation=["shift"]', "training.checkpoint_seconds=0"),
-    *settings("training.epochs=4", "training.global_batch_size=6"),
-]
-STEPS_PER_EPOCH = 250
-
-
-class Chain(NamedTuple):
-    """A run that was interrupted, resumed, killed and resumed, and an uninterrupted run."""
-
-    interrupted: Outcome
-    interrupted_at: Position
-    killed: Outcome
-    damaged: Path  # the newest checkpoint, cut short after the kill
-    resumed_at: Position
-    last: Outcome
-    second: Outcome  # of the same command while it ran already
-    directory: Path
-    undisturbed: Path
-
-
-def position(directory: RunDirectory) -> Position:
-    """Return the position of the newest readable checkpoint."""
-    found = Checkpoints(directory.checkpoints).position()
-    assert found is not None
-    return found
-
-
-def is_within_epoch(directory: RunDirectory, epoch: int) -> bool:
-    """Whether a run has reported the epochs before this one (from 1) and written checkpoints in it."""
-    if len(metrics(directory.path)) < epoch - 1:
-        return False
-    steps = sorted(int(path.stem.removeprefix("step-")) for path in directory.checkpoints.glob("step-*.npz"))
-    return len(steps) > 1 and steps[-2] > (epoch - 1) * STEPS_PER_EPOCH
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    data = tmp_path_factory.getbasetemp() / "tfds"
-    folder, undisturbed = tmp_path_factory.mktemp("disturbed"), tmp_path_factory.mktemp("undisturbed")
-    directory, whole = RunDirectory(folder / "runs" / "x"), RunDirectory(undisturbed / "runs" / "x")
-
-    with command.started(FLAGS, folder, data) as running:
-        running.wait_until(lambda: is_within_epoch(directory, 2))
-        running.send(signal.SIGINT)
-        interrupted = running.finish()
-    interrupted_at = position(directory)
-
-    with command.started(FLAGS, folder, data) as running:
-        running.wait_until(lambda: is_within_epoch(directory, 3))
-        running.send(signal.SIGKILL)
-        killed = running.finish()
-    damaged = sorted(directory.checkpoints.glob("step-*.npz"))[-1]
-    damaged.write_bytes(damaged.read_bytes()[:-1000])
-    resumed_at = position(directory)
-    last = command.run(FLAGS, folder, data)
-
-    with command.started(FLAGS, undisturbed, data) as running:
-        running.wait_until(lambda: is_within_epoch(whole, 1))
-        second = command.run(FLAGS, undisturbed, data)
-        assert running.finish().code == 0
-    return Chain(
-        interrupted, interrupted_at, killed, damaged, resumed_at, last, second, directory.path, whole.path
-    )  # fmt: skip
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_resume(chain: Chain) -> None:
-    code, out, err = chain.interrupted
-    assert code == 130, chain.interrupted
-    assert chain.interrupted_at.epoch == 1
-    assert 0 < chain.interrupted_at.step < STEPS_PER_EPOCH, "the signal came within an epoch"
-    assert f"Stopped after step {STEPS_PER_EPOCH + chain.interrupted_at.step}" in out, "what is said is what is saved"
-    assert "Resume with the same command:\n  python -m tfpar.train --directory runs/x --set" in out
-    assert "Stopping after this step" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_the_same_command_says_where_it_resumes(chain: Chain) -> None:
-    for stood, outcome in ((chain.interrupted_at, chain.killed), (chain.resumed_at, chain.last)):
-        assert f"Resuming after epoch {stood.epoch}" in outcome.out
-        if stood.step:
-            assert f"Resuming after epoch {stood.epoch} and {stood.step} steps" in outcome.out
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning_on_the_terminal(chain: Chain) -> None:
-    assert chain.killed.code == -signal.SIGKILL, chain.killed
-    assert chain.resumed_at.epoch == 2, "the checkpoint before the newest is of the same epoch"
-    assert chain.damaged.name in chain.last.err, chain.last.err
-    assert chain.last.err.count("\n") == 1, f"once, and nothing of TensorFlow's: {chain.last.err}"
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_the_weights_are_those_of_an_undisturbed_run(chain: Chain) -> None:
-    assert chain.last.code == 0, chain.last
-    command.assert_same_weights(chain.directory, chain.undisturbed)
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_the_metrics_are_those_of_an_undisturbed_run(chain: Chain) -> None:
-    assert [line["epoch"] for line in metrics(chain.directory)] == [1, 2, 3, 4]
-    assert metrics(chain.directory) == metrics(chain.undisturbed)
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_nothing_half_written_stays_in_the_directory(chain: Chain) -> None:
-    assert not [path for path in chain.directory.rglob("*") if "unfinished" in path.name]
-    assert len(list((chain.directory / "checkpoints").iterdir())) == 3, "as many as training.keep_checkpoints"
-
-
-@pytest.mark.extended
-@pytest.mark.slow_start
-def test_a_second_process_in_the_directory_is_refused(chain: Chain) -> None:
-    assert chain.second.code == 1, chain.second
-    assert chain.second.err.startswith("error: Only one process can train in runs/x")
-    assert chain.second.err.count("\n") == 1
-
-
-# Damage, inside one process
 
 SMALL = [
     *("--config", str(command.ROOT / "configs" / "regression_small.toml"), "--directory", "run"),

@@ -126,14 +126,6 @@ def test_mixed_precision_computes_in_half_and_ends_in_float32(
     assert {weight.dtype for weight in network.trainable_variables} == {"float32"}
 
 
-def test_double_precision_reaches_every_weight() -> None:
-    assert {weight.dtype for weight in model("training.precision=float64").trainable_variables} == {"float64"}
-
-
-def test_jit_compile_is_off_by_default_and_passed_on() -> None:
-    assert (model().jit_compile, model("training.jit_compile=true").jit_compile) == (False, True)
-
-
 def test_a_network_that_is_not_there_is_refused_with_one_that_is_and_the_list() -> None:
     with pytest.raises(ValueError, match=r"received 'resnet50'. Did you mean ResNet50\? https://keras.io") as refused:
         model("model.name=resnet50")
@@ -168,26 +160,6 @@ def test_an_optimizers_settings_reach_it_and_defaults_stay() -> None:
 
 
 # Training
-
-
-@pytest.mark.extended
-def test_a_keras_network_trains_on_records(tmp_path: Path) -> None:
-    run = config.load(
-        None,
-        [
-            'data.source="tfrecord"',
-            f"data.directory={images(tmp_path / 'images', 5)}",
-            'data.features={image = {dtype = "png", shape = [32, 32, 3]}, label = {dtype = "int64"}}',
-            "data.num_classes=2",
-            "model.name=MobileNet",
-            "training.global_batch_size=4",
-        ],
-    )
-    trainer = ImageClassification(run, tfpar.SingleDevice())
-    before = trainer.model.get_weights()
-    history = trainer.fit(trainer.train_data.take(1), epochs=1, verbose=0)
-    assert np.isfinite(history.history["loss"][0])
-    assert any((old != new).any() for old, new in zip(before, trainer.model.get_weights(), strict=True))
 
 
 @pytest.mark.parametrize("num_examples", [65, 1], ids=["a last batch of one", "fewer examples than replicas"])

@@ -85,15 +85,6 @@ def test_one_matrix_embeds_the_bytes_and_gives_their_logits() -> None:
     np.testing.assert_array_equal(network(numbers(1)), 0)
 
 
-def test_every_layer_is_keras_own_and_is_in_the_outer_model_under_a_repeatable_name() -> None:
-    first, second = model(), model()
-    assert all(type(layer).__module__.startswith("keras.") for layer in first.layers)
-    attentions = [layer for layer in first.layers if isinstance(layer, keras.layers.MultiHeadAttention)]
-    assert len(attentions) == 2
-    paths = [[variable.path for variable in network.variables] for network in (first, second)]
-    assert paths[0] == paths[1]
-
-
 def test_dropout_and_penalties_reach_every_block() -> None:
     network = model("model.dropout=0.2", "model.l2=0.25", "training.precision=float64")
     assert [layer.rate for layer in network.layers if isinstance(layer, keras.layers.Dropout)] == [0.2] * 4
@@ -117,22 +108,6 @@ def test_the_metric_is_the_loss_in_bits() -> None:
     results = model().evaluate(inputs, labels, verbose=0, return_dict=True)
     assert results["bits_per_byte"] == pytest.approx(results["loss"] / math.log(2), rel=1e-5)
     assert results["bits_per_byte"] == pytest.approx(8, rel=0.05), "at first all 256 bytes are about equally likely"
-
-
-@pytest.mark.extended
-def test_two_replicas_train_the_weights_of_one_device(sources: str) -> None:
-    overrides = [*TINY, sources, "model.num_blocks=1", "training.precision=float64", "training.global_batch_size=33"]
-    run = config.load(CONFIG, overrides)
-    weights, logs = [], []
-    for strategy in (tfpar.SingleDevice(), tfpar.Mirrored(["CPU:0", "CPU:1"])):
-        trainer = LanguageModel(run, strategy)
-        history = trainer.fit(trainer.train_data, epochs=1, verbose=0)
-        weights.append(trainer.model.get_weights())
-        logs.append({name: values[0] for name, values in history.history.items()})
-        assert trainer.generate(b"for i", 30).startswith(b"for i"), "it writes under every strategy"
-    assert logs[1] == pytest.approx(logs[0], rel=1e-9)
-    for actual, expected in zip(*weights, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -47,14 +47,6 @@ def test_ten_times_the_rows_need_no_more_memory() -> None:
     assert many - few < 60e6, f"{many / 1e6:.0f} MB instead of {few / 1e6:.0f} MB"
 
 
-def test_rows_and_labels_have_the_shape_that_the_model_takes() -> None:
-    trainer = Regression(config.load(SMALL), tfpar.SingleDevice())
-    rows, labels = next(iter(trainer.train_data))
-    assert (rows.shape, labels.shape) == ((1024, 10), (1024, 1))
-    assert trainer.model(rows).shape == labels.shape
-    assert trainer.num_train_examples == 100_000
-
-
 def test_the_penalty_reaches_the_kernel_and_dropout_the_rows() -> None:
     model = build_model(config.load(SMALL, ["model.l1=0.5", "model.l2=0.25", "model.dropout=0.1"]), (10,))
     kernel, _ = model.get_weights()

@@ -65,43 +65,10 @@ def test_the_configurations_train_the_samples(
     assert "Right: all workers together read the examples of one worker alone" in audited.out
 
 
-@pytest.mark.extended
-def test_a_run_on_a_table_resumes_in_the_middle_of_an_epoch(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Two epochs at once, and stopped after the third step of the second: the same weights."""
-    flags = [*("--config", str(ROOT / "configs" / "table.toml")), *settings("callbacks.tensorboard=false")]
-    flags += settings("training.epochs=2", "training.steps_per_call=1", "training.precision=float64")
-    flags += settings(f"data.directory={folder / 'samples' / 'breast_cancer'}", "training.checkpoint_seconds=0")
-    (tmp_path / "stopping.py").write_text(
-        "from tfpar.trainers.tabular import Tabular\n"
-        "import keras\n\n"
-        "class Stopping(Tabular):\n"
-        "    def fit(self, *arguments, callbacks=(), **more):\n"
-        "        stop = keras.callbacks.LambdaCallback(on_train_batch_end=self.count)\n"
-        "        return super().fit(*arguments, callbacks=[*callbacks, stop], **more)\n\n"
-        "    def count(self, batch, logs):\n"
-        "        if int(self.model.optimizer.iterations.numpy()) == 18:\n"
-        "            self.interrupt()\n"
-    )
-    call = command.InProcess(capfd, monkeypatch, tmp_path)
-    assert call(*flags, "--directory", "whole").code == 0
-    stopped = call(*flags, "--directory", "stopped", *settings("trainer=stopping.Stopping"))
-    assert stopped.code == 130, stopped
-    assert "Stopped after step 18" in stopped.out
-    again = call(*flags, "--directory", "stopped", *settings("trainer=stopping.Stopping"))
-    assert again.code == 0, again
-    assert "Resuming after epoch 1 and" in again.out
-    command.assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
-
-
 COLORS = ("red", "blue", "green")
 STRATEGIES = {
     "single device": lambda: tfpar.SingleDevice(),
-    "mirrored": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
     "sharded weights": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
-    "tensor parallel": lambda: tfpar.TensorParallel(2),
-    "pipeline": lambda: tfpar.Pipeline(2, 2),
     "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2), 2),
 }
 
