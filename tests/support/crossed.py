@@ -8,6 +8,7 @@ layers-Adam      layers-SGD      layers-Lion                                    
 from __future__ import annotations
 
 import collections
+import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,19 +23,24 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for rows in _tables(items, "crossed"):
         left |= {*rows}.difference(sample(rows, [*map(_values, rows)]))
     for rows in _tables([item for item in items if item not in left], "few"):
-        left |= {*rows}.difference(spread(rows, _number_of(rows[0])))
+        left |= {*rows}.difference(spread(rows, _number_of(rows[0]), rows[0].originalname))
     return left
 
 
-def spread(rows: Sequence[Row], number: int) -> list[Row]:
+def spread(rows: Sequence[Row], number: int, name: str) -> list[Row]:
     """Return some rows at equal distances: the first, the last, and others between them.
+
+    A single row is not the same of each table, which would be one strategy alone.
 
     Args:
         rows: All rows.
-        number: How many to return; of one, the first.
+        number: How many to return.
+        name: The name of the table, which decides about a single row.
     """
-    if number >= len(rows) or number == 1:
-        return list(rows[:number])
+    if number >= len(rows):
+        return list(rows)
+    if number == 1:
+        return [rows[zlib.crc32(name.encode()) % len(rows)]]
     return [rows[round(place * (len(rows) - 1) / (number - 1))] for place in range(number)]
 
 
