@@ -46,27 +46,6 @@ def augmented() -> keras.Model:
     return model
 
 
-def top_k() -> keras.Model:
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(3, "softmax")])
-    metric = keras.metrics.SparseTopKCategoricalAccuracy(2)
-    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[metric])
-    return model
-
-
-class OwnMetrics(keras.Sequential):
-    """Lists its own metrics, without the loss."""
-
-    @property
-    def metrics(self) -> list[keras.Metric]:
-        return []
-
-
-def own_metrics() -> keras.Model:
-    model = OwnMetrics([keras.Input((6,)), layers.Dense(3), layers.Dense(2)])
-    model.compile("sgd", "mse")
-    return model
-
-
 class Unique(layers.Layer):
     """Uses an operation without a kernel for GPUs."""
 
