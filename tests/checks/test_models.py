@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tfpar.checks.processes import Outcome, started
 from tfpar.checks.report import Check
 from tfpar.cluster import gpus
 from tfpar.messages import users_code
+from tfpar.parity import Difference, ParityReport
 
 NO_GPUS = gpus.Found(())
 with_children = pytest.mark.multi_process
@@ -164,7 +166,7 @@ def examined(given: ModelSource) -> Check:
 
     settings = given.run().strategy.model_copy(update={"devices": ("CPU:1", "CPU:2")})
     try:
-        return models.judged_strategy(model_tasks.compare(given, settings))
+        return model_tasks.compare(given, settings)
     finally:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
@@ -176,30 +178,22 @@ def test_a_strategy_is_compared_on_one_batch_of_a_shuffled_dataset(logical_cpus:
     assert check.status == "ok", check.figure
 
 
-RESULT = {
-    "strategy": "Mirrored",
-    "logs": {"loss": 0.0},
-    "weights": {"a": 1e-12, "b": 0.1},
-    "finite": True,
-    "conditions": "",
-    "bound": 1e-9,
-    "precision": "float64",
-}
+NO_NUMBER = float("nan")
+REPORT = ParityReport("Mirrored", 3, 1e-9, (Difference("a", 0.0, 1e-12), Difference("b", 0.0, 0.1)), ())
 
 
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
         ({}, "WRONG", "b differs by 1.0e-01"),
-        ({"conditions": "with dropout switched off"}, "WRONG", "after three steps, with dropout switched off"),
-        ({"weights": {}, "logs": {"loss": 0.1}}, "WRONG", "the loss differs by 1.0e-01"),
-        ({"bound": 0.5, "precision": "float32"}, "ok", "differ by 1.0e-01"),
-        ({"finite": False}, "WRONG", "not finite"),
-        ({"weights": {"a": 1e-12}}, "ok", "differ by 1.0e-12"),
+        ({"switched_off": ("drops",)}, "WRONG", "after three steps, with drops switched off"),
+        ({"weights": (), "logs": (Difference("loss", NO_NUMBER, 0.1),)}, "WRONG", "loss differs by 1.0e-01"),
+        ({"weights": (), "logs": (Difference("loss", NO_NUMBER, NO_NUMBER),)}, "WRONG", "loss differs by nan"),
+        ({"tolerance": 0.5}, "ok", "differ by 1.0e-01"),
     ],
 )
 def test_three_steps_of_a_strategy_are_judged(changes: dict[str, Any], status: str, said: str) -> None:
-    check = models.judged_strategy(RESULT | changes)
+    check = model_tasks.judged(dataclasses.replace(REPORT, **changes))
     assert check.status == status
     assert said in check.figure
 

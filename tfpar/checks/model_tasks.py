@@ -22,11 +22,12 @@ from tfpar._compat import tf_kernels
 from tfpar.checks import doctor
 from tfpar.checks.models import ModelSource
 from tfpar.checks.processes import at_stage
+from tfpar.checks.report import Check
 from tfpar.config import settings_read
 from tfpar.full_precision import full_precision
 from tfpar.messages.received import quoted
 from tfpar.messages.users_code import last_place
-from tfpar.parity import log_differences, weight_differences
+from tfpar.parity import ParityReport
 from tfpar.reduction import objective
 from tfpar.runs import run_data, user_trainer
 from tfpar.strategies import model_checks
@@ -91,44 +92,31 @@ def _without_kernel(graph: Any) -> list[dict[str, Any]]:
     return lacking
 
 
-def compare(source: ModelSource, settings: config.Strategy) -> dict[str, Any]:
-    """Train three steps under a strategy and on one device, as `tfpar.check_parity` does."""
+def compare(source: ModelSource, settings: config.Strategy) -> Check:
+    """Return whether three steps of a strategy give the weights of one device, by `tfpar.check_parity`."""
     at_stage("the strategy")
     strategy = strategies.from_settings(settings)
-    with full_precision():
-        model, (logs, batch, switched_off), precision = comparable.trained(
-            functools.partial(_on_one_device, source, strategy)
-        )
-        at_stage(f"three steps of {settings.kind}")
-        trainer, _ = _trainer(source, strategy, precision.dtype)
-        own_logs = _trained(trainer, strategy, batch)[0]
-    by_weight = weight_differences(trainer.model.get_weights(), model.get_weights())
-    paths = [variable.path for variable in trainer.model.weights]
-    return {
-        "strategy": strategy.describe(),
-        "logs": log_differences(own_logs, logs),
-        "weights": dict(zip(paths, by_weight, strict=True)),
-        "finite": bool(np.isfinite(own_logs.get("loss", 0.0)).all()),
-        "switched_off": switched_off,
-        "conditions": comparable.switched_off_clause(switched_off),
-        "bound": comparable.TOLERANCES[precision.dtype],
-        "precision": precision.describe(),
-    }
+    trainer, dataset = _trainer(source, tfpar.SingleDevice(), "float32")
+    batch = tf.data.Dataset.from_tensors(first_batch(dataset))  # one: a second pass may be shuffled in another order
+    at_stage(f"three steps of {settings.kind}")
+    batches, seed = batch.repeat(_NUM_STEPS), trainer.seed or 0
+    return judged(tfpar.check_parity(trainer.model_function, batches, strategy, seed=seed, verbose=0))
 
 
-def _on_one_device(source: ModelSource, strategy: tfpar.Strategy, dtype: str) -> tuple[keras.Model, tuple[Any, ...]]:
-    """Train on one device; return the model, its logs, the batch, and the layers that were switched off."""
-    at_stage("three steps on one device")
-    trainer, dataset = _trainer(source, tfpar.SingleDevice(), dtype)
-    batch = _cast(first_batch(dataset), dtype)  # one for both: a second dataset may be shuffled in another order
-    logs, switched_off = _trained(trainer, strategy, batch)
-    return trainer.model, (logs, batch, switched_off)
-
-
-def _trained(trainer: tfpar.Trainer, strategy: tfpar.Strategy, batch: Any) -> tuple[dict[str, Any], list[str]]:
-    repeated = tf.data.Dataset.from_tensors(batch).repeat(_NUM_STEPS)
-    with comparable.without_differences_by_design(strategy) as switched_off:
-        return trainer.fit(repeated, epochs=1, verbose=0).history, switched_off
+def judged(report: ParityReport) -> Check:
+    """Return the check of a strategy."""
+    differences = {entry.name: entry.after_last_step for entry in (*report.weights, *report.logs)}
+    bound = f"{report.tolerance:g} in {report.precision.describe()}"
+    switched_off = comparable.switched_off_clause(report.switched_off)
+    conditions = f", {switched_off}" if switched_off else ""
+    values = {"differences": differences, "switched_off": list(report.switched_off)}
+    if report.first_difference is None:
+        figure = f"three steps differ by {max(differences.values()):.1e} from one device"
+        return Check("strategy", "ok", f"{report.strategy}: {figure}{conditions}", bound, values=values)
+    figure = f"{report.first_difference} differs by {differences[report.first_difference]:.1e} from one device"
+    way_out = "tfpar.check_parity compares each weight; look at the copies and the all-reduce above."
+    figure = f"{report.strategy}: {figure} after three steps{conditions}"
+    return Check("strategy", "WRONG", figure, bound, way_out, values)
 
 
 def _cast(batch: Any, dtype: str | None) -> Any:

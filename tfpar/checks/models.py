@@ -185,7 +185,8 @@ def check_strategy(source: ModelSource, devices: Sequence[str], right: Sequence[
     arguments = {"source": source, "settings": settings_on(settings, devices)}
     with started([Task("model_tasks.compare", arguments, _SECONDS)]) as (future,):
         outcome = future.result()
-    return failed("strategy", outcome) if outcome.result is None else judged_strategy(outcome.result)
+    check: Check | None = outcome.result
+    return failed("strategy", outcome) if check is None else check
 
 
 def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Strategy:
@@ -206,20 +207,3 @@ def _num_devices(settings: config.Strategy) -> int:
     """Return how many devices a grid needs, or the settings name."""
     of_grid: int = math.prod(getattr(settings, name, 1) for name in ("num_stages", "num_shards", "num_replicas"))
     return max(of_grid, len(getattr(settings, "devices", None) or ()))
-
-
-def judged_strategy(result: Mapping[str, Any]) -> Check:
-    """Return whether three steps of a strategy gave the weights of one device."""
-    differences = {**result["weights"], **{f"the {name}": value for name, value in result["logs"].items()}}
-    bound = f"{result['bound']:g} in {result['precision']}"
-    if not result["finite"]:
-        return Check("strategy", "WRONG", f"{result['strategy']}: the loss of three steps is not finite", values=result)
-    first = next((name for name, value in differences.items() if not value <= result["bound"]), None)
-    conditions = f", {result['conditions']}" if result["conditions"] else ""
-    if first is None:
-        worst = max(differences.values(), default=0.0)
-        figure = f"{result['strategy']}: three steps differ by {worst:.1e} from one device{conditions}"
-        return Check("strategy", "ok", figure, bound, values=result)
-    figure = f"{result['strategy']}: {first} differs by {differences[first]:.1e} from one device after three steps"
-    way_out = "tfpar.check_parity compares each weight; look at the copies and the all-reduce above."
-    return Check("strategy", "WRONG", f"{figure}{conditions}", bound, way_out, result)
