@@ -1,7 +1,8 @@
-"""Pipelines of two to four stages give the losses, metrics and weights of Keras' own `fit`, row by row of the table.
+"""Pipelines, and two replicas of two stages, give the losses, metrics and weights of Keras' own `fit`, row by row.
 
-The whole table has thousands of rows; here a part in which every case comes once, since each takes seconds to trace.
-CI takes half of it, and the other half on replicas of a pipeline (test_hybrid_parity.py).
+The whole table has thousands of rows; here parts in which every case comes once under pipelines of two to four stages,
+and once under replicas, since each takes seconds to trace. CI takes a third of one part, and of the other half of the
+cases that are left.
 `python -m tests.support.pipeline_cases` trains any part of the whole.
 """
 
@@ -15,7 +16,7 @@ import pytest
 from tests.support import pipeline_cases
 from tests.support.extent import sampled
 from tests.support.parity_cases import CASES
-from tests.support.pipeline_cases import NUM_STAGES, SCHEDULES, Row
+from tests.support.pipeline_cases import NUM_STAGES, ONE_MICROBATCH_ONLY, SCHEDULES, Row
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -39,6 +40,8 @@ def rotation() -> list[Row]:
 
 ROWS = rotation()
 OF_CI = ROWS[::3]
+ON_REPLICAS = pipeline_cases.on_replicas()
+OF_CI_ON_REPLICAS = [row for row in ON_REPLICAS if row.case not in {one.case for one in OF_CI}][::2]
 
 
 def test_the_rows_cover_the_table() -> None:
@@ -48,6 +51,16 @@ def test_the_rows_cover_the_table() -> None:
     assert {row.num_microbatches for row in ROWS} == {*range(1, 9)}
 
 
-@pytest.mark.parametrize("row", sampled(ROWS, of_ci=OF_CI), ids=lambda row: str(row).replace(" ", "_"))
+def test_the_rows_on_replicas_are_all_that_a_pipeline_trains_exactly_in_two_micro_batches() -> None:
+    assert [row.case for row in ON_REPLICAS] == [case for case in CASES if case not in ONE_MICROBATCH_ONLY]
+    assert {row.dtype for row in ON_REPLICAS} == {"float32", "float64"}
+    assert {row.schedule for row in ON_REPLICAS} == {"1f1b", "gpipe", "zero_bubble"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    sampled([*ROWS, *ON_REPLICAS], of_ci=[*OF_CI, *OF_CI_ON_REPLICAS]),
+    ids=lambda row: str(row).replace(" ", "_"),
+)
 def test_equals_one_device_after_20_steps(row: Row) -> None:
     assert pipeline_cases.differences_of(row) == []

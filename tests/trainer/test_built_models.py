@@ -24,27 +24,33 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "mirrored": lambda: tfpar.Mirrored(TWO),
     "tf.distribute": lambda: tf.distribute.MirroredStrategy(TWO),
     "pipeline": lambda: tfpar.Pipeline(2, 2, balance="parameters"),
+    "optimizer sharded": lambda: tfpar.Mirrored(TWO, shard="optimizer"),
+    "weights sharded": lambda: tfpar.Mirrored(TWO, shard="weights"),
+    "tensor parallel": lambda: tfpar.TensorParallel(2),
 }
 by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def build_model() -> keras.Model:
+def build_model(excludes: bool = True) -> keras.Model:
     model = keras.Sequential(
         [
             keras.Input((parity_cases.NUM_FEATURES,)),
             keras.layers.Dense(6, "tanh", name="features"),
             keras.layers.Dropout(0.0, seed=3),
-            keras.layers.Dense(parity_cases.NUM_CLASSES),
+            keras.layers.Dense(parity_cases.NUM_CLASSES, name="last"),
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01, use_ema=True, gradient_accumulation_steps=2), loss, metrics=["accuracy"])
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5, use_ema=True, gradient_accumulation_steps=2)
+    if excludes:
+        optimizer.exclude_from_weight_decay(var_list=[model.layers[0].kernel], var_names=["last/bias"])
+    model.compile(optimizer, loss, metrics=["accuracy"])
     return model
 
 
-def trained_model() -> keras.Model:
+def trained_model(excludes: bool = True) -> keras.Model:
     keras.utils.set_random_seed(0)
-    model = build_model()
+    model = build_model(excludes)
     model.fit(small.data(), verbose=0)
     return model
 
@@ -56,30 +62,7 @@ def test_a_model_that_exists_stays_under_its_strategy_unless_another_is_named() 
     assert tfpar.Trainer(small.build_model()).strategy.describe() == "SingleDevice on CPU:0"
 
 
-def test_bare_variables_of_the_scope_stay_where_they_are() -> None:
-    def build() -> keras.Model:
-        model = small.build_model()
-        model.layers[0].count = tf.Variable(0.0)
-        return model
-
-    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO))
-    trainer.model.compile("sgd", trainer.model.loss)
-    assert np.isfinite(trainer.fit(small.data(), verbose=0).history["loss"]).all()
-    assert tfpar.Trainer(build(), tfpar.SingleDevice()).strategy.num_replicas == 1
-
-
-def test_metrics_that_another_strategy_has_not_built_yet_move_with_their_model() -> None:
-    with tf.distribute.MirroredStrategy(TWO).scope():
-        model = small.build_model()
-        model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
-    features, targets = parity_cases.inputs(9), np.ones([9, parity_cases.NUM_CLASSES], "float32")
-    moved = tfpar.Trainer(model, tfpar.Mirrored(TWO)).evaluate(features, targets, verbose=0)
-    other = keras.models.clone_model(model)
-    other.set_weights(model.get_weights())
-    other.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
-    np.testing.assert_allclose(moved, other.evaluate(features, targets, verbose=0), rtol=1e-5)
-
-
+@pytest.mark.few(2)
 @by_strategy
 def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> None:
     with computing_in("float64"):
@@ -98,9 +81,10 @@ def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> No
 
 def test_a_model_moves_from_strategy_to_strategy_and_back() -> None:
     with computing_in("float64"):
-        model, reference = trained_model(), trained_model()
+        # After a move, Keras' own `fit` does not find a weight of `var_list` again.
+        model, reference = trained_model(excludes=False), trained_model(excludes=False)
         trainers = {name: tfpar.Trainer(model, make()) for name, make in STRATEGIES.items()}
-        for name in ("mirrored", "pipeline", "single_device", "mirrored", "pipeline"):
+        for name in (*trainers, "mirrored", "pipeline"):
             expected = reference.fit(small.data(), verbose=0).history
             small.assert_same_history(trainers[name].fit(small.data(), verbose=0).history, expected, 1e-9)
         small.assert_same_state(small.state(model), small.state(reference), 1e-9)
@@ -113,33 +97,10 @@ def test_a_model_moves_from_strategy_to_strategy_and_back() -> None:
         )
 
 
-def test_a_subclass_that_is_not_built_and_its_own_optimizers_move() -> None:
-    class Twice(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.mean = keras.layers.Dense(3), keras.metrics.Mean("size")
-            self.other = keras.optimizers.SGD(0.5)
-
-        def call(self, inputs: Any) -> Any:
-            outputs = self.dense(inputs)
-            self.mean.update_state(keras.ops.abs(outputs))
-            return outputs
-
-    histories = []
-    for train in (lambda model: model.fit, lambda model: tfpar.Trainer(model, tfpar.Mirrored(TWO)).fit):
-        keras.utils.set_random_seed(0)
-        model = Twice()
-        model.compile("sgd", small.build_model().loss)
-        histories.append(train(model)(small.data(), epochs=2, verbose=0).history)
-    small.assert_same_history(histories[1], histories[0])
-    copies = tf.distribute.get_strategy().experimental_local_results(model.other.learning_rate.value)
-    assert len(model.other.learning_rate.value.values) == 2, copies
-
-
 # --- tfpar.evaluate, tfpar.predict ------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @by_strategy
 def test_evaluate_and_predict_of_a_model_and_of_one_derived_from_it(strategy: str) -> None:
     reference = trained_model()
@@ -179,25 +140,6 @@ def test_a_model_with_a_custom_train_step_predicts() -> None:
     np.testing.assert_array_equal(tfpar.predict(model, inputs, verbose=0), model.predict(inputs, verbose=0))
     with pytest.raises(ValueError, match="Own overrides train_step"):
         tfpar.fit(model, inputs, inputs[:, :3], verbose=0)
-
-
-def test_fit_evaluate_and_predict_share_compiled_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces: list[int] = []
-    original = keras.Sequential.call
-    with tfpar.Mirrored(TWO).scope():
-        model = small.build_model()
-    tfpar.fit(model, small.data(), verbose=0, validation_data=small.data())
-    tfpar.predict(model, small.data(), verbose=0)
-
-    def traced(self: keras.Model, *arguments: Any, **settings: Any) -> Any:
-        traces.append(1)
-        return original(self, *arguments, **settings)
-
-    monkeypatch.setattr(keras.Sequential, "call", traced)
-    tfpar.evaluate(model, small.data(), verbose=0)
-    tfpar.predict(model, small.data(), verbose=0)
-    tfpar.fit(model, small.data(), verbose=0)
-    assert not traces
 
 
 def test_fit_on_one_of_several_devices_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -250,30 +192,16 @@ class OfWidth(keras.Model):
         super().__init__()
 
 
-class Plain(keras.Model):
-    pass
-
-
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a name": (
         lambda: tfpar.Trainer(small.build_model, "mirrored"),  # type: ignore[arg-type]
         TypeError,
         r"strategy must be a strategy object.* received 'mirrored'\. Write tfpar\.Mirrored\(\)\.",
     ),
-    "another name": (
-        lambda: tfpar.Trainer(small.build_model, "multiworker"),  # type: ignore[arg-type]
-        TypeError,
-        r"Write tfpar\.MultiWorker\(\)",
-    ),
     "a class": (
         lambda: tfpar.Trainer(small.build_model, tfpar.Pipeline),  # type: ignore[arg-type]
         TypeError,
         r"received the class Pipeline\. Write tfpar\.Pipeline\(num_stages=2, num_microbatches=8\)",
-    ),
-    "a function": (
-        lambda: tfpar.Trainer(small.build_model, lambda: tfpar.Mirrored()),  # type: ignore[arg-type]
-        TypeError,
-        "received a function. Write the strategy itself",
     ),
     "a number of devices": (
         lambda: tfpar.Trainer(small.build_model, 2),  # type: ignore[arg-type]
@@ -300,21 +228,20 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"optimizer requires name\. Write tfpar\.Trainer\(lambda: optimizer\(name=\.\.\.\), strategy\)",
     ),
-    "a model's class": (lambda: tfpar.Trainer(Plain), TypeError, r"the class Plain\. Write a function that creates"),
     "a model's class with parameters": (
         lambda: tfpar.Trainer(OfWidth),  # type: ignore[arg-type]
         TypeError,
         r"received the class OfWidth\. Write a function that creates OfWidth\(\.\.\.\), compiles and returns it",
     ),
+    "nothing": (
+        lambda: tfpar.Trainer(lambda: None),  # type: ignore[arg-type,return-value]
+        TypeError,
+        r"must return a compiled keras.Model, received NoneType\. End it with",
+    ),
     "a tuple": (
         lambda: tfpar.Trainer(lambda: (small.build_model(), 1)),  # type: ignore[arg-type,return-value]
         TypeError,
         r"must return a compiled keras\.Model, received tuple",
-    ),
-    "a seed in quotes": (
-        lambda: tfpar.Trainer(small.build_model, seed="0"),  # type: ignore[arg-type]
-        TypeError,
-        "seed must be a whole number, or None to set nothing, received '0'",
     ),
     "a negative seed": (lambda: tfpar.Trainer(small.build_model, seed=-1), ValueError, "seed must be at least 0"),
     "numbers of devices": (
@@ -322,22 +249,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"devices must be a list of names such as \['CPU:2', 'CPU:3'\], received \[0, 1\]",
     ),
-    "logical CPUs in quotes": (
-        lambda: tfpar.use_logical_cpus("2"),  # type: ignore[arg-type]
-        TypeError,
-        "num_devices must be a whole number, received '2'",
-    ),
     "more devices than there are": (
         lambda: tfpar.Mirrored(5),
         ValueError,
         r"a number from 1 to 4, received 5\. There are: .*'CPU:3'\]\. Without GPUs, tfpar\.use_logical_cpus\(5\)",
     ),
-    "a number of devices that is no whole one": (
-        lambda: tfpar.Mirrored(2.0),  # type: ignore[arg-type]
-        TypeError,
-        r"must be a list of names .* received 2\.0",
-    ),
-    "no devices": (lambda: tfpar.Mirrored(0), ValueError, "a number from 1 to 4, received 0"),
     "one device": (lambda: tfpar.Mirrored("GPU:0"), ValueError, r'received \'GPU:0\'\. Write \["GPU:0"\]'),
     "a device's number": (
         lambda: tfpar.SingleDevice(0),  # type: ignore[arg-type]
@@ -348,11 +264,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tfpar.check_parity(small.build_model(), small.data(), tfpar.SingleDevice()),
         TypeError,
         "pass the function that builds them, not a model",
-    ),
-    "parity of the same model": (
-        lambda: tfpar.check_parity(same_model(), small.data(), tfpar.SingleDevice(), num_steps=1),
-        TypeError,
-        "must return a new model each time it is called",
     ),
     "parity on arrays": (
         lambda: tfpar.check_parity(small.build_model, parity_cases.inputs(5), tfpar.SingleDevice()),  # type: ignore[arg-type]
@@ -365,30 +276,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"^Trainer\.fit\(\) has no argument 'epoch'\. Did you mean epochs\?$",
     ),
-    "batchsize": (lambda: TRAINER().predict(small.data(), batchsize=3), TypeError, "Did you mean batch_size"),
-    "callback": (lambda: TRAINER().evaluate(small.data(), callback=[]), TypeError, "Did you mean callbacks"),
-    "validation": (lambda: tfpar.fit(TRAINER().model, small.data(), validation=1), TypeError, "mean validation_data"),
     "stages": (
         lambda: tfpar.Pipeline(stages=2, num_microbatches=4),  # type: ignore[call-arg]
         TypeError,
         r"^Pipeline\(\) has no argument 'stages'\. Did you mean num_stages\?",
     ),
-    "gpus": (
-        lambda: tfpar.Mirrored(gpus=2),  # type: ignore[call-arg]
-        TypeError,
-        r"Mirrored\(\) has no argument 'gpus'\. It takes devices, all_reduce, pack_bytes",
-    ),
-    "model_function": (
-        lambda: tfpar.Trainer(model=small.build_model),  # type: ignore[call-arg]
-        TypeError,
-        r"Trainer\(\) has no argument 'model'\. Did you mean build_model",
-    ),
 }
-
-
-def same_model() -> Callable[[], keras.Model]:
-    model = small.build_model()
-    return lambda: model
 
 
 def TRAINER() -> Any:  # noqa: N802 - a placeholder for a trainer in the table
