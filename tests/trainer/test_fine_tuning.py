@@ -71,10 +71,10 @@ def _by_keras(train: Train) -> Answer:
     return train(model, model), small.state(model)
 
 
-def assert_equal_to_keras(strategy: str, train: Train, build: Any = build_model) -> None:
+def assert_equal_to_keras(strategy: str, train: Train) -> None:
     """What `train` does with a trainer equals what it does with Keras' own model, and so does all state."""
     expected, expected_state = _by_keras(train)
-    trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
+    trainer = tfpar.Trainer(build_model, STRATEGIES[strategy](), seed=0)
     found = train(trainer, trainer.model)
     keras.tree.assert_same_structure(found, expected)
     for path, one in keras.tree.flatten_with_path(found):
@@ -99,12 +99,6 @@ def in_three_phases(verbs: Any, model: keras.Model) -> list[Any]:
 @by_strategy
 def test_a_model_compiled_again_outside_of_the_scope_continues_training(strategy: str) -> None:
     assert_equal_to_keras(strategy, in_three_phases)
-
-
-@by_strategy
-def test_an_existing_model_with_a_frozen_base_continues_training(strategy: str) -> None:
-    keras.utils.set_random_seed(0)
-    assert_equal_to_keras(strategy, in_three_phases, build_model())
 
 
 def frozen_layers() -> keras.Model:
@@ -193,28 +187,6 @@ def _moved(verbs: Any, layer: keras.Layer) -> bool:
     before = layer.get_weights()
     fit(verbs)
     return any((one != other).any() for one, other in zip(before, layer.get_weights(), strict=True))
-
-
-@by_strategy
-def test_a_frozen_normalization_waits_for_compile(strategy: str) -> None:
-    def normalized() -> keras.Model:
-        model = keras.Sequential(
-            [keras.Input((parity_cases.NUM_FEATURES,)), layers.BatchNormalization(), layers.Dense(3), layers.Dense(3)]
-        )
-        model.compile("sgd", loss())
-        return model
-
-    trainer = tfpar.Trainer(normalized, STRATEGIES[strategy](), seed=0)
-    normalization = trainer.model.layers[0]
-    moved = []
-    for change in (
-        lambda: None,
-        lambda: setattr(normalization, "trainable", False),
-        lambda: trainer.compile("sgd", loss()),
-    ):
-        change()
-        moved.append(_moved(trainer, normalization))
-    assert moved == [True, True, False], "as Keras does"
 
 
 def test_an_optimizer_of_other_weights_is_refused_as_in_keras() -> None:
@@ -308,47 +280,6 @@ def test_changed_settings_of_layers_take_effect_with_compile(strategy: str, buil
     small.assert_same_state(state, expected[1], TOLERANCE)
 
 
-@pytest.mark.parametrize("build", [by_function, by_class], ids=lambda build: build.__name__)
-def test_stages_stay_if_compile_changes_no_setting_of_a_layer(build: Any) -> None:
-    """A change of `trainable` is none: another cut would measure all layers again."""
-    trainer = tfpar.Trainer(build, STRATEGIES["pipeline"](), seed=0)
-    fit(trainer)
-    trainer.evaluate(**arrays())
-    before = trainer.strategy._planner.partition_of(trainer.model)
-    for trainable in (True, False):
-        trainer.model.layers[1].trainable = trainable
-        trainer.compile("adam", loss())
-        fit(trainer)
-        assert trainer.strategy._planner.partition_of(trainer.model) is before
-
-
-class HoldsCompiled(keras.Model):
-    """A model inside of a model that is compiled for itself, with what has no configuration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chooses, self.head = by_class(), layers.Dense(parity_cases.NUM_CLASSES)
-
-    def call(self, inputs: Any) -> Any:
-        return self.head(self.chooses(inputs))
-
-
-@pytest.mark.parametrize("strategy", ["pipeline", "weights sharded"])
-def test_a_model_of_a_compiled_model_trains_in_stages(strategy: str) -> None:
-    def build() -> keras.Model:
-        model = HoldsCompiled()
-        model.build((None, parity_cases.NUM_FEATURES))
-        model.compile("sgd", loss())
-        return model
-
-    keras.utils.set_random_seed(0)
-    model = build()
-    expected = fit(model)["loss"]
-    trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
-    np.testing.assert_allclose(fit(trainer)["loss"], expected, rtol=TOLERANCE)
-    small.assert_same_state(trainer.model.get_weights(), model.get_weights(), TOLERANCE)
-
-
 def discriminator() -> keras.Model:
     model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), layers.Dense(4, "tanh"), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -376,11 +307,3 @@ def test_a_model_that_is_frozen_and_moved_by_another_trainer_must_be_compiled() 
     fit_both(mirrored, mirrored)
     with pytest.raises(ValueError, match=r"Another trainer has moved weights of .*Call compile\(\)"):
         fit_both(mirrored, tfpar.SingleDevice())
-
-
-def test_a_loss_that_a_layer_adds_later_needs_compile() -> None:
-    trainer = tfpar.Trainer(by_function, STRATEGIES["mirrored"](), seed=0)
-    fit(trainer)
-    add_activity_regularizer(trainer.model)
-    with pytest.raises(ValueError, match=r"adds more losses than in its first batch since compile\(\)"):
-        trainer.evaluate(**arrays())

@@ -20,7 +20,7 @@ import tfpar
 from tests.support import input_cases as cases
 from tests.support import small
 from tests.support.extent import sampled
-from tests.support.input_cases import BATCH_SIZE, CASES, FEATURES, LABELS, NUM_BATCHES, NUM_EXAMPLES, Rows
+from tests.support.input_cases import BATCH_SIZE, CASES, FEATURES, LABELS, NUM_BATCHES, Rows
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -115,21 +115,6 @@ def test_fit_takes_it_as_keras_does(strategy: str, name: str) -> None:
 
 
 @by_strategy
-@pytest.mark.parametrize(
-    ("name", "same"), [("scipy PyDataset", "scipy generator"), ("None in a PyDataset", "PyDataset")]
-)
-def test_fit_takes_in_a_pydataset_what_keras_takes_in_a_generator(strategy: str, name: str, same: str) -> None:
-    trainer, again = trainer_of(CASES[name].model, strategy)
-    again.reset()
-    history, _ = fitted(trainer.fit, {**CASES[name].arguments(), "shuffle": False})
-    model, again = keras_of(CASES[name].model)
-    again.reset()
-    arrays = (cases.sparse(), LABELS) if name.startswith("scipy") else ((FEATURES, None), LABELS)
-    alone, _ = fitted(model.fit, {"x": arrays[0], "y": arrays[1], "batch_size": BATCH_SIZE, "shuffle": False})
-    small.assert_same_history(history, alone)
-
-
-@by_strategy
 def test_evaluate_takes_it_as_keras_does(strategy: str) -> None:
     (trainer, again), (model, keras_again) = (trainer_of(cases.dense_model, strategy), keras_of(cases.dense_model))
     for state in (again, keras_again):
@@ -178,14 +163,6 @@ def test_predict_joins_outputs_of_different_sizes_as_keras_does(strategy: str) -
     assert outputs.row_lengths().numpy().tolist() == [3] * 4 + [5] * 4
 
 
-@by_strategy
-def test_predict_warns_of_too_many_steps(strategy: str) -> None:
-    trainer, _ = trainer_of(cases.dense_model, strategy)
-    with pytest.warns(UserWarning, match="ran out of data"):
-        outputs = trainer.predict(cases.dataset(FEATURES), steps=NUM_BATCHES + 1, verbose=0)
-    assert len(outputs) == NUM_EXAMPLES
-
-
 @by_any_strategy
 @pytest.mark.parametrize(
     "make",
@@ -203,13 +180,6 @@ def test_a_dataset_that_is_not_batched_says_so(strategy: str, make: Callable[[],
             method(make(), verbose=0)
 
 
-def test_a_number_beside_a_batch_is_named() -> None:
-    trainer, _ = trainer_of(cases.dense_model, "mirrored")
-    dataset = cases.dataset(FEATURES, LABELS).map(lambda features, labels: ((features, 1.0), labels))
-    with pytest.raises(ValueError, match="Repeat a number that belongs to a whole batch for each of its examples"):
-        trainer.fit(dataset, verbose=0)
-
-
 @by_any_strategy
 @pytest.mark.parametrize("as_arrays", [False, True])
 def test_targets_of_strings_are_refused(strategy: str, as_arrays: bool) -> None:
@@ -221,35 +191,6 @@ def test_targets_of_strings_are_refused(strategy: str, as_arrays: bool) -> None:
             ValueError, match=r"must be numbers, .* received strings\. Encode .*keras\.layers\.StringLookup"
         ):
             method(*given, verbose=0)
-
-
-def test_targets_of_strings_without_a_loss_are_ignored() -> None:
-    def build() -> keras.Model:
-        features = keras.Input((FEATURES.shape[1],))
-        model = keras.Model(features, [keras.layers.Dense(1)(features), keras.layers.Dense(1)(features)])
-        model.compile("sgd", ["mse", None])
-        return model
-
-    targets = (LABELS[:, None], np.full(len(LABELS), "cat"))
-    rows = tf.data.Dataset.from_tensors((FEATURES, targets))
-    assert np.isfinite(tfpar.Trainer(build, seed=0).fit(rows, verbose=0).history["loss"]).all()
-
-
-def test_a_generator_of_single_examples_says_so() -> None:
-    trainer, _ = trainer_of(cases.dense_model, "single_device")
-    with pytest.raises(ValueError, match="Yield whole batches"):
-        trainer.fit(((FEATURES[row], LABELS[row]) for row in range(3)), verbose=0)
-
-
-@pytest.mark.parametrize("shape", [(8,), (8, 1)])
-def test_a_batch_of_single_values_is_a_batch(shape: tuple[int, ...]) -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    values = tf.data.Dataset.from_tensors((np.ones(shape, "float32"), np.ones(8, "float32")))
-    assert np.isfinite(tfpar.Trainer(build, seed=0).fit(values, verbose=0).history["loss"]).all()
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -311,6 +252,7 @@ def test_arrow_columns_are_arrays(column: Any) -> None:
         assert trainer.evaluate(FEATURES, column, verbose=0) == trainer.evaluate(FEATURES, LABELS, verbose=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", sorted(set(STRATEGIES_AND_SHARDS) - {"pipeline"}))
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_optional_input_comes_and_goes(strategy: str, comes: bool) -> None:
@@ -335,38 +277,6 @@ def test_a_pipeline_keeps_to_the_optional_inputs_of_its_first_batch(comes: bool)
     trainer.fit(first, LABELS, verbose=0)
     with pytest.raises(ValueError, match="must have the same optional inputs"):
         trainer.fit(second, LABELS, verbose=0)
-
-
-def test_one_trainer_takes_labels_of_one_axis_and_then_of_two() -> None:
-    trainer, again = trainer_of(cases.dense_model, "single_device")
-    losses = []
-    for labels in (LABELS, LABELS[:, None]):
-        again.reset()
-        losses.append(trainer.fit(FEATURES, labels, shuffle=False, verbose=0).history["loss"])
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
-
-
-def test_floats_become_keras_floats_also_for_a_loss_of_the_users_own() -> None:
-    class Squares(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, features: Any) -> Any:
-            return self.dense(features)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True) -> Any:  # type: ignore
-            return tf.reduce_mean(tf.square(y_pred - y))
-
-    def build() -> keras.Model:
-        model = Squares()
-        model.compile("sgd")
-        return model
-
-    arguments = (FEATURES.astype("float64"), FEATURES[:, :1].astype("float64"))
-    keras.utils.set_random_seed(0)
-    wanted = build().fit(*arguments, shuffle=False, verbose=0).history
-    small.assert_same_history(tfpar.Trainer(build, seed=0).fit(*arguments, shuffle=False, verbose=0).history, wanted)
 
 
 def test_shuffling_within_batches_keeps_the_batches() -> None:

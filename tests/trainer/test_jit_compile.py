@@ -41,26 +41,17 @@ def test_keras_alone_would_compile_by_itself() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_model_without_jit_compile_is_not_compiled_by_xla(strategy: str) -> None:
+def test_only_a_model_that_asks_for_it_is_compiled_by_xla(strategy: str) -> None:
     trainer = tfpar.Trainer(model_compiled_with, STRATEGIES[strategy]())
     assert not trainer.model.jit_compile
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("compile_again", ["by the trainer", "by the model"])
-def test_a_model_compiled_again_without_jit_compile_is_not_either(strategy: str, compile_again: str) -> None:
-    trainer = tfpar.Trainer(lambda: model_compiled_with(jit_compile=True), STRATEGIES[strategy]())
-    compiles = trainer.compile if compile_again == "by the trainer" else trainer.model.compile
-    compiles("sgd", LOSS)
-    assert not trainer.model.jit_compile
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_jit_compile_of_the_user_is_kept(strategy: str) -> None:
-    trainer = tfpar.Trainer(lambda: model_compiled_with(jit_compile=True), STRATEGIES[strategy]())
-    assert trainer.model.jit_compile
     trainer.compile("sgd", LOSS, jit_compile=True)
     assert trainer.model.jit_compile
+    trainer.compile("sgd", LOSS)
+    assert not trainer.model.jit_compile
+    trainer = tfpar.Trainer(lambda: model_compiled_with(jit_compile=True), STRATEGIES[strategy]())
+    assert trainer.model.jit_compile
+    trainer.model.compile("sgd", LOSS)
+    assert not trainer.model.jit_compile
 
 
 def test_a_built_model_is_not_compiled_by_xla_after_it_is_compiled_again() -> None:

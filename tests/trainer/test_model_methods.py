@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,7 +81,7 @@ def test_methods_in_callbacks_equal_one_device(strategy: str) -> None:
     assert_equal(trained(trainer), of_keras())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor parallel"])
 def test_fit_of_the_model_equals_one_device(strategy: str) -> None:
     """Also the loss that is logged, for batches that replicas do not share evenly."""
@@ -125,7 +124,7 @@ MOVING: dict[str, Callable[[], tfpar.Strategy]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", MOVING)
 def test_methods_called_before_the_weights_move_see_the_trained_weights(strategy: str) -> None:
     """Keras keeps its traced functions, with the memory that the weights had."""
@@ -145,25 +144,6 @@ def test_methods_called_before_the_weights_move_see_the_trained_weights(strategy
     np.testing.assert_allclose(encoder.predict(features, verbose=0), expected_codes, **EXACT)
     loss = encoder.evaluate(features, np.zeros_like(codes), verbose=0)
     np.testing.assert_allclose(loss, np.square(expected_codes).mean(), **EXACT)
-
-
-def test_methods_of_a_moved_model_are_those_of_its_new_trainer() -> None:
-    model = small.build_model()
-    tfpar.Trainer(model, STRATEGIES["mirrored"]())
-    tfpar.Trainer(model, tfpar.SingleDevice())
-    features = parity_cases.inputs(5)
-    assert model.predict.__func__ is keras.Model.predict
-    assert model.predict_on_batch(features).shape[0] == 5
-
-
-def test_a_model_does_not_keep_its_trainer_alive() -> None:
-    trainer = tfpar.Trainer(small.build_model, STRATEGIES["mirrored"](), seed=0)
-    model, features = trainer.model, parity_cases.inputs(4)
-    expected = trainer.predict(features, verbose=0)
-    del trainer
-    gc.collect()
-    assert model._tfpar_trainer() is None
-    np.testing.assert_allclose(model.predict(features, verbose=0), expected, **EXACT)
 
 
 class Doubles(keras.Model):

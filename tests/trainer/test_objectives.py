@@ -84,19 +84,17 @@ def every_variable(trainer: tfpar.Trainer) -> list[np.ndarray]:
     return [*trainer.model.get_weights(), *(one.numpy() for optimizer in optimizers for one in optimizer.variables)]
 
 
-@pytest.mark.parametrize("strategy", ["single_device", "mirrored"])
-def test_the_optimizer_of_compile_counts_steps_without_weights_and_may_accumulate_gradients(strategy: str) -> None:
+def test_the_optimizer_of_compile_counts_steps_without_weights_and_may_accumulate_gradients() -> None:
     def build() -> keras.Model:
         model = Line(optimizer=keras.optimizers.SGD(0.1))
         model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
         return model
 
-    trainer = fit(build, strategy, epochs=2)
+    trainer = fit(build, epochs=2)
     assert int(trainer.model.optimizer.iterations) == 3  # six steps
 
 
-@pytest.mark.parametrize("strategy", small.STRATEGIES)
-def test_an_interrupted_training_resumes_with_all_optimizers(strategy: str, tmp_path: Path) -> None:
+def test_an_interrupted_training_resumes_with_all_optimizers(tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         single_batches = True
 
@@ -104,7 +102,7 @@ def test_an_interrupted_training_resumes_with_all_optimizers(strategy: str, tmp_
             if self.model.optimizer.iterations == 13:
                 trainer.interrupt()
 
-    make = small.STRATEGIES[strategy]
+    make = small.STRATEGIES["mirrored"]
     undisturbed = tfpar.Trainer(gan, make(), seed=0)
     history = undisturbed.fit(pairs_with_noise(), epochs=2, verbose=0).history
     trainer = tfpar.Trainer(gan, make(), seed=0)
@@ -139,12 +137,11 @@ def test_the_optimizer_of_compile_counts_the_steps_where_it_trains_nothing() -> 
     assert len(trainer.model.optimizer.variables) == 2, "no slots"
 
 
-@pytest.mark.parametrize("strategy", small.STRATEGIES)
-def test_the_moving_average_of_every_optimizer_ends_in_its_weights(strategy: str) -> None:
+def test_the_moving_average_of_every_optimizer_ends_in_its_weights() -> None:
     def build() -> keras.Model:
         return line(optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
 
-    trainer = fit(build, strategy)
+    trainer = fit(build)
     (average,) = [one for one in trainer.model.objectives()[0].optimizer.variables if "average" in one.path][:1]
     np.testing.assert_array_equal(trainer.model.trainable_variables[0].numpy(), average.numpy())
 
@@ -172,16 +169,6 @@ def test_a_pair_of_sum_and_weight_is_divided_once() -> None:
     evaluated = trainers[1].evaluate(features[:8], targets[:8], verbose=0, return_dict=True)
     expected = np.mean(np.square(outputs - targets)[:8][chosen[:8]])
     assert evaluated["error"] == evaluated["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_each_step_may_run_eagerly() -> None:
-    def build(run_eagerly: bool) -> keras.Model:
-        model = Line()
-        model.compile(optimizer=keras.optimizers.SGD(0.1), run_eagerly=run_eagerly)
-        return model
-
-    eager, compiled = (fit(lambda run=run: build(run)) for run in (True, False))
-    small.assert_same_state(eager.model.get_weights(), compiled.model.get_weights(), 1e-6)
 
 
 def test_rows_that_an_objective_looks_up_eagerly_are_those_of_one_device() -> None:
@@ -228,10 +215,9 @@ def test_plain_keras_trains_the_same_class() -> None:
         (lambda batch, training: (batch[0], batch[1]), "returned tuple"),
     ],
 )
-@pytest.mark.parametrize("strategy", small.STRATEGIES)
-def test_a_loss_that_is_no_value_per_example_is_refused(strategy: str, loss: Any, received: str) -> None:
+def test_a_loss_that_is_no_value_per_example_is_refused(loss: Any, received: str) -> None:
     with pytest.raises(ValueError, match=f"must return one value per example.*{received}"):
-        fit(lambda: line(loss=loss), strategy)
+        fit(lambda: line(loss=loss))
 
 
 def test_a_loss_that_mixes_examples_is_refused_under_replicas() -> None:

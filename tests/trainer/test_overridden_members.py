@@ -46,6 +46,7 @@ class Centralized(keras.optimizers.SGD):
         return super().apply_gradients([(one - tf.reduce_mean(one), weight) for one, weight in grads_and_vars])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "tensor parallel"])
 def test_an_optimizer_applies_gradients_by_its_own_method(name: str) -> None:
     small.assert_trains_as_one_device(
@@ -141,25 +142,6 @@ class GradientByWeights(GradientPenalty):
 )
 @pytest.mark.parametrize("name", CUTTING)
 def test_tapes_of_users_record_in_stages(name: str, build: Callable[[], keras.Model]) -> None:
-    small.assert_trains_as_one_device(build, small.data, STRATEGIES[name])
-
-
-class AddsLoss(keras.layers.Layer):
-    """Adds a loss, and says the shape of its outputs, so that a symbolic run does not call it."""
-
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(keras.ops.mean(keras.ops.square(inputs)))
-        return inputs
-
-    def compute_output_shape(self, shape: Any) -> Any:
-        return shape
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("settings", [{}, {"loss": None}], ids=["with a loss of compile", "alone"])
-@pytest.mark.parametrize("name", CUTTING)
-def test_a_layer_with_its_own_output_shape_adds_a_loss(name: str, settings: dict[str, Any]) -> None:
-    build = lambda: with_loss(classifier(keras.layers.Dense(4, "tanh"), AddsLoss()), **settings)  # noqa: E731
     small.assert_trains_as_one_device(build, small.data, STRATEGIES[name])
 
 

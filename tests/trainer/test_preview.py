@@ -126,13 +126,6 @@ def test_a_notebook_shows_text_and_picture(preview: Preview) -> None:
     assert "data:image/png;base64,iVBOR" in shown
 
 
-def test_the_picture_is_saved(preview: Preview, tmp_path: Path) -> None:
-    preview.save(tmp_path / "schedule.png")
-    assert (tmp_path / "schedule.png").read_bytes() == preview._repr_png_()
-    with pytest.raises(ValueError, match=r"must end with \.png, received '.*schedule\.pdf'\. Name it schedule\.png"):
-        preview.save(tmp_path / "schedule.pdf")
-
-
 @pytest.mark.parametrize("strategy", small.STRATEGIES)
 def test_a_preview_of_other_strategies_holds_the_devices(strategy: str, tmp_path: Path) -> None:
     trainer = tfpar.Trainer(build_model, WITH[strategy](), seed=0)
@@ -157,12 +150,3 @@ def test_strategy_and_trainer_are_described_in_one_line(strategy: str) -> None:
     assert repr(trainer.strategy) == f"<{DESCRIPTIONS[strategy]}>"
     shown = f"<Trainer of 'small', 107 parameters, Adam, step 0, on {DESCRIPTIONS[strategy]}>"
     assert repr(trainer) == shown
-
-
-def test_a_trainer_counts_its_steps(logical_cpus: list[str]) -> None:
-    unbuilt = keras.Sequential([keras.layers.Dense(1)], name="unbuilt")
-    unbuilt.compile("sgd", "mse")
-    trainer = tfpar.Trainer(lambda: unbuilt)
-    assert repr(trainer).startswith("<Trainer of 'unbuilt', parameters not yet counted, SGD, step 0, on SingleDevice")
-    trainer.fit(parity_cases.inputs(16), parity_cases.inputs(16)[:, :1], batch_size=8, verbose=0)
-    assert repr(trainer).startswith("<Trainer of 'unbuilt', 6 parameters, SGD, step 2, on SingleDevice")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests.support import parity_cases, small
 from tests.trainer.test_fine_tuning import (
     ALL_STRATEGIES,
     DIVIDED,
@@ -36,6 +35,7 @@ def trainer_of(strategy: str) -> tfpar.Trainer:
     return tfpar.Trainer(by_function, ALL_STRATEGIES[strategy](), seed=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [add_activity_regularizer, change_activation], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("strategy", DIVIDING)
 def test_settings_changed_before_the_first_call_take_effect(
@@ -49,90 +49,44 @@ def test_settings_changed_before_the_first_call_take_effect(
         np.testing.assert_allclose(CALLS[call](trainer), CALLS[call](model), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("first", "second"), [("evaluate", "fit"), ("fit", "evaluate"), ("predict", "evaluate")])
-@pytest.mark.parametrize("strategy", DIVIDING)
-def test_regularizers_added_after_a_call_need_compile_before_another_kind_of_call(
-    strategy: str, first: str, second: str
-) -> None:
-    """Keras traces each kind of call at its first use, with the settings of that time."""
+def assign_optimizer(model: keras.Model) -> None:
+    model.optimizer = keras.optimizers.SGD(0.5, name="other")
+
+
+def add_weights(model: keras.Model) -> None:
+    model.layers[-1].enable_lora(2)
+
+
+# The strategy, the call before the change, the change, the call after it, and the refusal.
+NEED_COMPILE: dict[str, tuple[str, str, Callable[[keras.Model], None], str, str]] = {
+    "a regularizer before another kind of call": (
+        *("pipeline", "evaluate", add_activity_regularizer, "fit"),
+        r"An activity regularizer takes effect with compile\(\)",
+    ),
+    "an activation where calls share a trace": (
+        *("weights sharded", "evaluate", change_activation, "predict"),
+        r"the layer '.*first' of .* has other settings than in the last evaluate\(\)",
+    ),
+    "another optimizer": (
+        "mirrored",
+        "fit",
+        assign_optimizer,
+        "fit",
+        r"assigned another one: 'other'\. Call compile\(",
+    ),
+    "more weights": ("tensor_parallel", "fit", add_weights, "fit", r"as after enable_lora\(\), .*Call compile"),
+}
+
+
+@pytest.mark.parametrize("name", NEED_COMPILE)
+def test_changes_that_the_traces_do_not_have_need_compile(name: str) -> None:
+    """Keras keeps the settings of a call's first use with no word."""
+    strategy, first, change, second, message = NEED_COMPILE[name]
     trainer = trainer_of(strategy)
     CALLS[first](trainer)
-    add_activity_regularizer(trainer.model)
-    with pytest.raises(ValueError, match=r"An activity regularizer takes effect with compile\(\), and a layer of"):
+    change(trainer.model)
+    with pytest.raises(ValueError, match=message):
         CALLS[second](trainer)
-    CALLS[first](trainer)  # as it was traced
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("strategy", DIVIDING)
-def test_settings_changed_after_all_kinds_of_calls_have_no_effect(strategy: str) -> None:
-    keras.utils.set_random_seed(0)
-    model, trainer = by_function(), trainer_of(strategy)
-    for verbs, changed in ((model, model), (trainer, trainer.model)):
-        for call in CALLS.values():
-            call(verbs)
-        change_activation(changed)
-    for call in CALLS.values():
-        np.testing.assert_allclose(call(trainer), call(model), rtol=1e-5, atol=1e-6)
-
-
-def test_an_optimizer_that_is_assigned_needs_compile() -> None:
-    """Keras trains on with the optimizer of its trace."""
-    trainer = trainer_of("mirrored")
-    CALLS["fit"](trainer)
-    trainer.model.optimizer = keras.optimizers.SGD(0.5, name="other")
-    with pytest.raises(ValueError, match=r"was assigned another one: 'other'\. Call compile\("):
-        CALLS["fit"](trainer)
-
-
-@pytest.mark.parametrize("strategy", ["mirrored", "optimizer sharded", *DIVIDED])
-def test_weights_that_are_added_after_a_step_need_compile(strategy: str) -> None:
-    trainer = trainer_of(strategy)
-    CALLS["fit"](trainer)
-    trainer.model.layers[-1].enable_lora(2)
-    with pytest.raises(ValueError, match=r"has other weights than in its last train step, as after enable_lora"):
-        CALLS["fit"](trainer)
-
-
-def test_a_layer_that_is_replaced_after_a_step_needs_compile() -> None:
-    trainer = tfpar.Trainer(small.build_model, small.STRATEGIES["mirrored"](), seed=0)
-    CALLS["fit"](trainer)
-    trainer.model.pop()
-    trainer.model.add(keras.layers.Dense(parity_cases.NUM_CLASSES))
-    with pytest.raises(
-        ValueError, match=r"other weights than in its last train step, as after .* or pop\(\)\. Call comp"
-    ):
-        CALLS["fit"](trainer)
-
-
-@pytest.mark.parametrize("strategy", DIVIDING)
-def test_an_activation_changed_after_evaluate_takes_effect_in_fit(strategy: str) -> None:
-    """Keras traces fit at its first call."""
-    keras.utils.set_random_seed(0)
-    model, trainer = by_function(), trainer_of(strategy)
-    for verbs, changed in ((model, model), (trainer, trainer.model)):
-        CALLS["evaluate"](verbs)
-        change_activation(changed)
-    for call in ("fit", "evaluate"):
-        np.testing.assert_allclose(CALLS[call](trainer), CALLS[call](model), rtol=1e-5)
-
-
-@pytest.mark.parametrize("strategy", ["pipeline", "weights sharded", "stages_of_shards"])
-def test_an_activation_changed_between_evaluate_and_predict_needs_compile(strategy: str) -> None:
-    """Both have the traces of one pass."""
-    trainer = trainer_of(strategy)
-    CALLS["evaluate"](trainer)
-    change_activation(trainer.model)
-    with pytest.raises(ValueError, match=r"the layer '.*first' of .* has other settings than in the last evaluate\(\)"):
-        CALLS["predict"](trainer)
-
-
-def test_an_activation_changed_after_a_preview_needs_compile() -> None:
-    trainer = trainer_of("pipeline")
-    trainer.preview(**{name: value for name, value in arrays().items() if name != "verbose"})
-    change_activation(trainer.model)
-    with pytest.raises(ValueError, match=r"has other settings than in the last fit\(\) or preview\(\)"):
-        CALLS["fit"](trainer)
 
 
 class Anneals(keras.callbacks.Callback):
@@ -171,7 +125,7 @@ def annealed() -> keras.Model:
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["mirrored", *DIVIDING])
 def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
     def train(verbs: Any) -> list[float]:
@@ -186,7 +140,7 @@ def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_a_quantized_model_evaluates_and_predicts_without_compile_and_trains_after_it(strategy: str) -> None:
     keras.utils.set_random_seed(0)
