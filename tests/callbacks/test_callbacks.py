@@ -278,12 +278,6 @@ def test_only_a_callback_that_looks_at_batches_makes_calls_of_single_steps(pair:
     assert max(counts["epochs"]) == small.STEPS_PER_EPOCH, f"the calls grow to an epoch, had {counts['epochs']}"
 
 
-def test_callbacks_see_the_first_and_the_last_step_of_every_call(pair: Pair) -> None:
-    counter = CountCalls()
-    pair.trainer.fit(small.data(), verbose=0, callbacks=[counter], steps_per_call=4)
-    assert counter.steps_per_call == [4, 4, 2]
-
-
 # --- our own callbacks ------------------------------------------------------------------------------------------------
 
 
@@ -321,13 +315,6 @@ def test_warmup_leaves_the_rate_to_others_afterwards(pair: Pair) -> None:
     others = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.03 if epoch else rate)
     seen = rates(pair.trainer, [tfpar.LearningRateWarmup(4, 8), others], epochs=2)
     np.testing.assert_allclose(seen, [0.025, 0.05, 0.075] + [0.1] * 7 + [0.03] * 10, rtol=1e-6)
-
-
-def test_warmup_of_no_steps_only_scales(pair: Pair) -> None:
-    seen = rates(pair.trainer, [tfpar.LearningRateWarmup(0, global_batch_size=8, base_batch_size=32)])
-    np.testing.assert_allclose(seen, [0.025] * 10, rtol=1e-6)
-    seen = rates(pair.trainer, [tfpar.LearningRateWarmup(0, global_batch_size=8, base_batch_size=32)])
-    np.testing.assert_allclose(seen, [0.025] * 10, rtol=1e-6, err_msg="a second training does not scale again")
 
 
 @pytest.mark.parametrize("arguments", [(-1, 8), (1, 0), (1, 8, 0)])
@@ -397,16 +384,3 @@ def test_metrics_file_drops_the_lines_that_a_resumed_training_repeats(pair: Pair
     assert kept[0] == lines[0]
     assert kept[1]["loss"] != 9.0
     assert path.read_text().count("\n") == 2, "no cut line is left"
-
-
-def test_metrics_file_takes_metrics_of_several_values(tmp_path: Path) -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
-        model.compile("sgd", "mse", metrics=[keras.metrics.F1Score(name="f1")])
-        return model
-
-    path = tmp_path / "metrics.jsonl"
-    targets = np.eye(3, dtype="float32")[small.parity_cases.labels(16)]
-    tfpar.Trainer(build).fit(small.parity_cases.inputs(16), targets, verbose=0, callbacks=[tfpar.MetricsFile(path)])
-    (line,) = read_metrics(path)
-    assert len(line["f1"]) == 3, f"F1Score has a value for each class: {line}"

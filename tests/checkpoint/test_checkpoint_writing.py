@@ -119,14 +119,6 @@ def test_the_state_at_the_time_of_save_is_written(model: keras.Model, tmp_path: 
     np.testing.assert_array_equal(restored[1]["Counts.0"]["counts"], [0, 1, 2])
 
 
-def test_a_synchronous_save_has_written_when_it_returns(model: keras.Model, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, asynchronous=False)
-    assert save(checkpoints, model, 1).exists()
-    with command.file_size_limit(600), pytest.raises(OSError, match="File too large"):
-        save(checkpoints, model, 2)
-    assert names(tmp_path) == ["step-00000001.npz"]
-
-
 def test_after_fit_the_last_checkpoint_is_written(tmp_path: Path, slow_disk: SlowDisk) -> None:
     timer = threading.Timer(0.5, slow_disk.release)
     timer.start()
@@ -187,21 +179,6 @@ def _due_after_the_write(checkpoints: Checkpoints) -> bool:
     return checkpoints.due()
 
 
-def test_a_disk_that_is_full_at_the_flush_leaves_nothing_half_written(
-    model: keras.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(file: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    checkpoints = Checkpoints(tmp_path)
-    path = save(checkpoints, model, 1)
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        checkpoints.wait()
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
-    assert not names(tmp_path)
-
-
 @contextlib.contextmanager
 def read_only(directory: Path) -> Iterator[None]:
     """Take the right to write away, from the superuser too: tests in containers often run as root."""
@@ -227,13 +204,6 @@ def test_a_folder_that_became_read_only_is_an_os_error_that_names_it(model: kera
         with pytest.raises(PermissionError, match=str(tmp_path)):
             checkpoints.restore(model)
     assert names(tmp_path) == ["step-00000001.npz"]
-
-
-def test_fit_raises_the_error_of_its_last_checkpoint(tmp_path: Path) -> None:
-    trainer = tfpar.Trainer(small.build_model)
-    with command.file_size_limit(600), pytest.raises(OSError, match="File too large"):
-        trainer.fit(small.data(), verbose=0, checkpoints=Checkpoints(tmp_path))
-    assert not names(tmp_path)
 
 
 def test_an_error_that_ends_the_training_is_not_hidden_by_the_writers(

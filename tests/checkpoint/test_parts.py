@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import command, small
+from tests.support import small
 from tfpar.checkpoint import Checkpoints, Position, file_format, held_copies, holders, part_files
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -233,15 +233,6 @@ def test_a_full_disk_of_a_holder_keeps_the_checkpoint_before(
     assert raised.value.errno == errno.ENOSPC
     assert names(tmp_path) == before
     assert restored_epoch(model, tmp_path) == 1
-
-
-@pytest.mark.usefixtures("held")
-def test_a_full_disk_of_the_first_process_removes_the_parts(model: keras.Model, tmp_path: Path) -> None:
-    save(model, tmp_path, 1)
-    before = names(tmp_path)
-    with command.file_size_limit(10_000), pytest.raises(OSError, match="File too large"):
-        Checkpoints(tmp_path, asynchronous=False).save(model, Position(), {"A.0": {"a": np.zeros(9999)}})
-    assert names(tmp_path) == before
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Examples from a function: its valid results, and one sentence for every other."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 from conftest import epoch
 
 import tfpar
-from tfpar import config
+from tfpar import config, data
 from tfpar.data import load, user_message
 
 ROWS = tf.data.Dataset.from_tensor_slices((np.ones([9, 2], "float32"), np.zeros(9, "int32")))
@@ -129,3 +130,46 @@ def test_an_error_of_a_generator_inside_of_a_step_is_reported_without_tensorflow
     with pytest.raises(tf.errors.OpError) as caught:
         tfpar.Trainer(build).fit(broken().batch(1), verbose=0)
     assert user_message(caught.value, settings("test_python_function.broken")) == "KeyError: 'column_7'"
+
+
+# TensorFlow's errors about data in one sentence
+
+
+def raising(error: Exception) -> Callable[[tf.Tensor], tf.Tensor]:
+    def function(rows: tf.Tensor) -> tf.Tensor:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("wrapper", [tf.py_function, tf.numpy_function])
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (KeyError("my own error"), "KeyError: 'my own error'"),
+        (ValueError("row 3 is bad"), "row 3 is bad"),
+        (RuntimeError(), "RuntimeError"),
+        (StopIteration("too early"), "StopIteration: too early"),
+    ],
+    ids=repr,
+)
+def test_an_error_in_a_function_of_batches_is_its_own_sentence(
+    wrapper: Callable[..., tf.Tensor], error: Exception, sentence: str
+) -> None:
+    function = raising(error)
+    dataset = tf.data.Dataset.range(4).batch(2).map(lambda rows: wrapper(function, [rows], tf.int64))
+    with pytest.raises(tf.errors.OpError) as raised:
+        next(iter(dataset))
+    assert data.user_message(raised.value, config.Data()) == sentence
+    assert data.cause_of(raised.value) == sentence
+
+
+def test_a_cache_that_two_processes_write_names_the_way_out(tmp_path: Path) -> None:
+    dataset = tf.data.Dataset.range(4).cache(str(tmp_path / "cache"))
+    first = iter(dataset)
+    next(first)
+    with pytest.raises(tf.errors.AlreadyExistsError) as raised:
+        next(iter(dataset))
+    sentence = data.cause_of(raised.value)
+    assert sentence.startswith(f"Another process writes the cache '{tmp_path}/cache")
+    assert "Give each worker a file of its own, such as dataset.cache(f'cache-{strategy.rank}')" in sentence

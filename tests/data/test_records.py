@@ -28,12 +28,6 @@ def test_all_examples_of_all_files_are_read(folder: config.Data) -> None:
     assert loaded.train.element_spec[1].dtype == tf.int32, "labels have the declared type"
 
 
-def test_without_shuffle_the_order_is_fixed(folder: config.Data) -> None:
-    plain = changed(folder, shuffle_buffer=0)
-    orders = [rows(load(plain, global_batch_size=7, seed=seed).train, 40) for seed in (0, 1)]
-    assert orders[0] == orders[1] == list(range(40)), "files in the order of their names"
-
-
 def test_sub_folders_are_splits_and_hidden_files_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "fit" / "part-1", [example([1.0] * 3, 1)])
     write(tmp_path / "fit" / "part-0", [example([0.0] * 3, 0)])
@@ -175,8 +169,3 @@ def test_a_file_that_vanishes_is_named(folder: config.Data) -> None:
     with pytest.raises(tf.errors.NotFoundError) as caught:
         epoch(loaded.train)
     assert f"{victim} is missing" in str(user_message(caught.value, folder))
-
-
-def test_other_errors_are_not_explained(folder: config.Data) -> None:
-    assert user_message(RuntimeError("something else"), folder) is None
-    assert user_message(tf.errors.InvalidArgumentError(None, None, "Incompatible shapes: [2] vs. [3]"), folder) is None

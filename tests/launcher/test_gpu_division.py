@@ -113,11 +113,6 @@ def test_a_gpu_that_another_process_fills_is_named_with_its_free_memory() -> Non
     )
 
 
-def test_a_full_gpu_that_no_worker_gets_and_memory_that_is_not_known_give_no_warning() -> None:
-    rows = f"0, {stand_ins.uuid(0)}, [N/A], [N/A]\n1, {stand_ins.uuid(1)}, 70000 MiB, 81559 MiB\n"
-    assert divided(Found(gpus.parse(rows)), 1, 1).lines() == ["worker 0: GPU 0", "given to no worker: GPU 1"]
-
-
 def test_every_line_of_the_plan_fits_into_80_columns() -> None:
     long = [f"MIG-{'0' * 30}{index:04}" for index in range(32)]
     found = Found(tuple(Gpu(name, None, 9, 10) for name in long), True, f"nvidia-smi failed ({'x ' * 40}x)")

@@ -1,7 +1,6 @@
 """The scripts and manifests for batch systems: valid bash with Slurm's options, and a valid TFJob."""
 
 import re
-import shlex
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -67,15 +66,6 @@ def test_only_workers_that_have_saved_go_back_into_the_queue(code: int, restarts
         ["bash", "-c", variables + stand_ins + script], capture_output=True, text=True, check=False
     )
     assert (completed.returncode, completed.stdout) == (code, requeued)
-
-
-def test_threads_of_a_slurm_task_are_its_cores() -> None:
-    script = manifests.slurm_script(2, COMMAND, 6)
-    assert [line for line in script.splitlines() if line.startswith("export")][:3] == [
-        "export TF_NUM_INTRAOP_THREADS=6",
-        "export TF_NUM_INTEROP_THREADS=6",
-        "export OMP_NUM_THREADS=6",
-    ]
 
 
 def test_each_start_of_a_slurm_job_has_a_new_secret_that_is_no_argument() -> None:
@@ -179,10 +169,6 @@ def test_every_pod_runs_the_same_command_with_its_cores_and_time_to_save(tfjob: 
         assert pod["terminationGracePeriodSeconds"] == 120
 
 
-def test_kubernetes_puts_no_variable_into_the_command() -> None:
-    assert '- "$$(HOME) #é"\n' in manifests.tfjob_manifest(1, COMMAND, 1)
-
-
 def test_one_worker_is_a_chief_alone() -> None:
     manifest = manifests.tfjob_manifest(1, COMMAND, 1)
     assert "Chief:" in manifest
@@ -209,8 +195,3 @@ def test_a_job_that_cannot_run_is_refused(
 def test_a_negative_number_of_gpus_is_refused(printer: Any) -> None:
     with pytest.raises(ValueError, match=r"^gpus_per_worker must be at least 0, received -1\. Leave it out"):
         printer(1, ["python"], 1, -1)
-
-
-def test_the_command_of_the_slurm_script_can_be_copied_to_a_shell() -> None:
-    line = next(line for line in manifests.slurm_script(2, COMMAND, 1).splitlines() if "tfpar.train" in line)
-    assert shlex.split(line) == COMMAND

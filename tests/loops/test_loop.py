@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfpar
+from tests.support import parity_cases, small
+from tfpar import data
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
@@ -231,3 +236,26 @@ def test_seek_moves_to_the_position_of_another_process(taken: int, steps_per_epo
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="A dataset must yield at least one batch, and this one is empty"):
         EpochIterator(tf.data.Dataset.range(0))
+
+
+# The loop of predict: outputs are copied while the next step runs, and joined on the host
+
+
+def test_outputs_are_copied_after_the_next_step_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    trainer = tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0)
+    copied = data.to_numpy
+    monkeypatch.setattr(data, "to_numpy", lambda tensor: (events.append("copy"), copied(tensor))[1])
+    begins = keras.callbacks.LambdaCallback(on_predict_batch_begin=lambda batch, logs: events.append("step"))
+    outputs = trainer.predict(parity_cases.inputs(20), batch_size=8, verbose=0, callbacks=begins)
+    assert events == ["step", "step", "copy", "step", "copy", "copy"]
+    np.testing.assert_allclose(outputs, trainer.model.predict(parity_cases.inputs(20), verbose=0), rtol=1e-5)
+
+
+def test_a_callback_that_stops_keeps_the_outputs_of_its_step() -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_predicting = batch == 1
+
+    trainer = tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0)
+    assert trainer.predict(parity_cases.inputs(20), batch_size=8, verbose=0, callbacks=Stop()).shape == (16, 3)

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 import tfpar
 from tests import ROOT
@@ -240,3 +241,29 @@ def test_the_gradients_of_the_last_layers_are_sent_during_the_backward_pass_of_t
 
 def _is_kernel(op: tf.Operation) -> bool:
     return op.type == "MatMul" and op.outputs[0].shape == (288, 64)
+
+
+# Steps of pipelines leave out most passes of TensorFlow's graph optimizer, and change no options of the user
+
+
+@pytest.fixture
+def graph_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """What TensorFlow shall do to graphs: set what a user would, and read what a function called now would get."""
+    here = context.context()
+
+    def read(**chosen: bool) -> Any:
+        monkeypatch.setattr(here, "_optimizer_experimental_options", chosen)
+        here.function_call_options = None  # read again, as after tf.config.optimizer.set_experimental_options
+        with tfpar.Pipeline(1, 1).step_context():
+            serialized = here.function_call_options.config_proto_serialized
+        return tf.compat.v1.ConfigProto.FromString(serialized).graph_options.rewrite_options
+
+    yield read
+    monkeypatch.undo()
+    here.function_call_options = None
+
+
+def test_a_users_options_of_the_graph_optimizer_stay(graph_options: Callable[..., Any]) -> None:
+    chosen = graph_options(constant_folding=False)
+    assert chosen.constant_folding == chosen.OFF
+    assert not chosen.optimizers

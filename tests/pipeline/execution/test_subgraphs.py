@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfpar
 from tfpar.pipeline.execution.bundles import bundled, unbundle
-from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
+from tfpar.pipeline.execution.subgraphs import extract_subgraphs
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -58,58 +58,6 @@ def test_subgraphs_together_equal_the_graph(chain: tuple[Any, dict[str, Any]], r
         subgraph(given)
     for tensor in wanted:
         tf.debugging.assert_near(given[tensor.ref()], known[tensor.ref()], rtol=1e-14)
-
-
-def before(subgraph: Subgraph, name: str) -> set[str]:
-    """The names of all operations that must have run before one."""
-    found: set[str] = set()
-    waiting = [subgraph.function.graph.get_operation_by_name(name)]
-    while waiting:
-        op = waiting.pop()
-        more = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-        waiting += [one for one in more if one.name not in found]
-        found |= {one.name for one in more}
-    return found
-
-
-def test_the_gradients_of_weights_are_summed_on_the_way(chain: tuple[Any, dict[str, Any]]) -> None:
-    """dz6 ─► dz5 ─► dz4 ─► … to the end first, and then all products, would keep every dz."""
-    graph, named = chain
-    results = [[named["made"]], [named["dx"], *named["sums"]]]
-    _, backward = extract_subgraphs(graph, named["inputs"], results, ["CPU:0"], sums=named["sums"])
-    first_to_last = [total.op.name for total in reversed(named["sums"])]
-    assert set(first_to_last[:-3]) <= before(backward, named["dx"].op.name)
-    _, unordered = extract_subgraphs(graph, named["inputs"], results, ["CPU:0"])
-    assert not set(first_to_last) & before(unordered, named["dx"].op.name)
-
-
-@pytest.mark.parametrize("num_parts", [2, 3])
-def test_sizes_are_saved_in_place_of_tensors_that_are_read_for_nothing_else(num_parts: int) -> None:
-    """The gradient of a mean needs the shape of what it adds up, which is open where the batch is."""
-    named: dict[str, Any] = {}
-
-    def body(x: tf.Tensor, weight: tf.Tensor) -> Any:
-        product = tf.matmul(x, weight)
-        made = tf.reduce_mean(product, axis=1)
-        upstream = tf.compat.v1.placeholder(made.dtype, made.shape)
-        gradients = tf.gradients(made, [x, weight], upstream)
-        named.update(inputs=[x, weight, upstream], made=made, gradients=gradients, product=product)
-        return [made, *gradients]
-
-    specs = [tf.TensorSpec([None, 4], "float64"), tf.TensorSpec([4, 3], "float64")]
-    graph = tf.function(body, autograph=False).get_concrete_function(*specs).graph
-    gradients = named["gradients"]
-    results = [[named["made"]], *([[one] for one in gradients] if num_parts == 3 else [gradients])]
-    parts = extract_subgraphs(graph, named["inputs"], results, ["CPU:0"], late=named["inputs"][2:])
-    assert {tensor.dtype for tensor in parts[0].outputs if tensor is not named["made"]} == {tf.int32}
-    assert named["product"].ref() not in {tensor.ref() for part in parts[1:] for tensor in part.inputs}
-    known = values(named)
-    for part in parts:
-        part(known)
-    given, weight, upstream = (known[tensor.ref()] for tensor in named["inputs"])
-    spread = tf.repeat(upstream[:, None] / 3, 3, axis=1)
-    tf.debugging.assert_near(known[gradients[0].ref()], spread @ tf.transpose(weight), rtol=1e-14)
-    tf.debugging.assert_near(known[gradients[1].ref()], tf.transpose(given) @ spread, rtol=1e-14)
 
 
 # The tensors of bundles in the operations that read them

@@ -8,7 +8,7 @@ from keras import layers
 
 from tfpar.pipeline.graph.tracing import trace
 from tfpar.pipeline.partition.stages import split_graph
-from tfpar.pipeline.partition.traffic import Traffic, by_traffic, describe_traffic, traffic
+from tfpar.pipeline.partition.traffic import Traffic, by_traffic, traffic
 
 LENT = [[f"/job:worker/replica:0/task:{rank}/device:CPU:{index}" for index in (0, 1)] for rank in (0, 1)]
 STAGES_TOGETHER = [[LENT[0][0], LENT[0][1]], [LENT[1][0], LENT[1][1]]]
@@ -43,13 +43,6 @@ def test_each_replica_on_another_machine_sends_gradients_and_receives_weights() 
     assert traffic(model, graph, stages, REPLICAS_TOGETHER, 10) == Traffic(10 * 2 * 16, 0)
 
 
-def test_weights_that_do_not_train_have_no_gradients() -> None:
-    model = skipping()
-    model.trainable = False
-    graph = trace(model)
-    assert traffic(model, graph, split_graph(graph, [1, 3]), STAGES_TOGETHER, 10).gradient_bytes == 3 * 64
-
-
 @pytest.mark.parametrize(("num_examples", "first"), [(10, REPLICAS_TOGETHER), (100, STAGES_TOGETHER)])
 def test_the_order_depends_on_the_batch(num_examples: int, first: list[list[str]]) -> None:
     model = skipping()
@@ -58,10 +51,3 @@ def test_the_order_depends_on_the_batch(num_examples: int, first: list[list[str]
     found = by_traffic(model, graph, split_graph(graph, [1, 3]), grids, num_examples)
     assert found[0].devices == first
     assert found[0].traffic.total_bytes < found[1].traffic.total_bytes
-
-
-def test_one_machine_exchanges_nothing() -> None:
-    model = skipping()
-    graph = trace(model)
-    grid = [["/device:CPU:0", "/device:CPU:1"], ["/device:CPU:2", "/device:CPU:3"]]
-    assert describe_traffic(by_traffic(model, graph, split_graph(graph, [1, 3]), [grid], 10)) is None

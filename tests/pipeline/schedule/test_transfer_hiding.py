@@ -6,9 +6,15 @@ import itertools
 
 import pytest
 
+import tfpar
+from tests.strategies.test_hybrid import wide
+from tests.support import small
 from tfpar.pipeline import schedule
 from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers, with_more_in_flight
+from tfpar.strategies import stage_planner
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
 def durations(*transfer_seconds: float) -> Durations:
@@ -38,14 +44,29 @@ def test_a_slow_cut_costs_its_seconds_twice_a_step_instead_of_once_a_microbatch(
     assert simulate(hiding_transfers(order, slow), slow).step_seconds == pytest.approx(ideal + 0.5)
 
 
-def test_stages_after_the_last_slow_cut_hold_no_more() -> None:
-    order = schedule.make("1f1b", 4, 16)
-    found = hiding_transfers(order, durations(0.0, 0.25, 0.0))
-    assert schedule.peak_activations(order) == [4, 3, 2, 1]
-    assert schedule.peak_activations(found) == [5, 4, 2, 1]
+# A pipeline whose transfers take time runs one more forward pass ahead, equal to one device, where memory suffices
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zero_bubble"])
-def test_other_schedules_stay(name: str) -> None:
-    order = schedule.make(name, 2, 8)
-    assert hiding_transfers(order, durations(0.25)) == order
+def trained(monkeypatch: pytest.MonkeyPatch, seconds: float, limit: int | None = None) -> tuple[list[float], list[int]]:
+    """Return the losses, and the micro-batches in flight on each stage, with a transfer of some seconds."""
+    monkeypatch.setattr(stage_planner, "measure_transfers", lambda devices, cut_bytes: (seconds,))
+    pipeline = tfpar.Pipeline(2, 4, devices=["CPU:0", "CPU:1"], balance="parameters", memory_limit_bytes=limit)
+    trainer = tfpar.Trainer(wide, pipeline, seed=0)
+    losses = trainer.fit(small.data(), epochs=2, verbose=0).history["loss"]
+    return losses, schedule.peak_activations(pipeline.schedule_of(trainer.model))
+
+
+def test_it_gives_the_losses_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tfpar.Trainer(wide, tfpar.SingleDevice(), seed=0).fit(small.data(), epochs=2, verbose=0).history["loss"]
+    losses, in_flight = trained(monkeypatch, 1.0)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert in_flight == [3, 1]
+
+
+def test_nothing_changes_without_transfers_that_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trained(monkeypatch, 0.0)[1] == [2, 1]
+
+
+def test_a_memory_limit_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first device needs 12,672 bytes with two micro-batches in flight, and 13,056 with three."""
+    assert trained(monkeypatch, 1.0, limit=12_900)[1] == [2, 1]
