@@ -16,7 +16,7 @@ from tests.support import crossed, extent, once, tracing
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 if TYPE_CHECKING:
-    from tests.support import command
+    from tests.support import command, workers
 
 tracing.with_rare_collections()
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; processes of tests would inherit it.
@@ -88,6 +88,22 @@ def call(
         monkeypatch.delitem(sys.modules, "own", raising=False)
         (tmp_path / "own.py").write_text(request.module.OWN)
     return command.InProcess(capfd, monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def jobs() -> "Iterator[workers.Pool]":
+    """Return the started workers that files share."""
+    from tests.support import workers  # imports Keras
+
+    pool = workers.Pool()
+    yield pool
+    pool.end()
+
+
+@pytest.fixture
+def job(jobs: "workers.Pool", logical_cpus: list[str]) -> "workers.Job":
+    """Return two started workers of two logical CPUs each."""
+    return jobs.job()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import tfpar
 from tests.support import checkpoint_matrix as matrix
 from tests.support import small, workers
 
@@ -19,55 +22,65 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("first", "second"), matrix.pairs(), ids=lambda layout: layout.replace(" ", "_"))
 
 
+@functools.cache
+def strategy(layout: str) -> tfpar.Strategy:
+    return (matrix.IN_ONE_PROCESS | matrix.OVER_WORKERS)[layout]()
+
+
+def begin(layout: str, folder: Path) -> None:
+    matrix.begin(strategy(layout), folder)
+
+
+def end(layout: str, folder: Path) -> matrix.Ended:
+    return matrix.end(strategy(layout), folder)
+
+
 class Runs:
-    """The begun runs, and the jobs that end them.
+    """Runs under all layouts, in this process or in the job that a layout needs.
 
     Args:
         root: An empty folder.
-        jobs: The jobs by their layout.
+        jobs: The jobs of workers that all train.
+        lending: A job of which the first process uses the devices of the other.
     """
 
-    def __init__(self, root: Path, jobs: dict[str, workers.Workers]) -> None:
-        self.root, self.jobs = root, jobs
+    def __init__(self, root: Path, jobs: workers.Pool, lending: workers.Job) -> None:
+        self._root, self._jobs, self._lending = root, jobs, lending
 
     def ended(self, first: str, second: str) -> list[matrix.Ended]:
-        """Return the history and the state of every process of the second layout."""
-        if second in self.jobs:
-            num_workers = 1 if second in matrix.DRIVEN_BY_THE_FIRST else None
-            return self.jobs[second].results(f"from {first}", num_workers)
-        strategy = matrix.IN_ONE_PROCESS[second]()
-        return [matrix.end(strategy, matrix.copied(first, second, self.root))]
+        """Begin a run under a layout; end it under another one; return the results of every process of the second."""
+        folder = self._root / f"{first} {second}"
+        shutil.copytree(self._begun(first), folder)
+        return self._call(end, second, folder)
+
+    def _begun(self, layout: str) -> Path:
+        folder = self._root / layout
+        if not folder.exists():
+            self._call(begin, layout, folder)
+        return folder
+
+    def _call(self, function: Callable[..., Any], layout: str, folder: Path) -> list[Any]:
+        if layout in matrix.IN_ONE_PROCESS:
+            return [function(layout, folder)]
+        if layout in matrix.DRIVEN_BY_THE_FIRST:
+            return [self._lending.run_on_chief(function, layout, folder)]
+        return self._jobs.job().run(function, layout, folder)
 
 
 @pytest.fixture(scope="module")
-def runs(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    root = tmp_path_factory.mktemp("matrix")
-    with contextlib.ExitStack() as stack:
-        jobs = {}
-        for layout in matrix.OVER_WORKERS:
-            arguments = [layout, str(root), *(first for first, second in matrix.pairs() if second == layout)]
-            job = workers.started("worker_program_checkpoints", tmp_path_factory.mktemp("job"), 2, *arguments)
-            jobs[layout] = stack.enter_context(job)
-        for layout, strategy in matrix.IN_ONE_PROCESS.items():
-            matrix.begin(strategy(), matrix.begun(layout, root))
-            (root / f"{layout}.ready").touch()
-        yield Runs(root, jobs)
+def runs(logical_cpus: list[str], jobs: workers.Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with workers.started() as lending:
+        yield Runs(tmp_path_factory.mktemp("matrix"), jobs, lending)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> matrix.Ended:
-    return matrix.end(matrix.IN_ONE_PROCESS["one device"](), tmp_path_factory.mktemp("uninterrupted"))
+    return end("one device", tmp_path_factory.mktemp("uninterrupted"))
 
 
 def test_a_run_ends_with_one_devices_weights(runs: Runs, uninterrupted: matrix.Ended, first: str, second: str) -> None:
     results = runs.ended(first, second)
-    for result in results:
-        assert not isinstance(result, workers.Raised), result.trace
-        history, state = result
+    for history, state in results:
         small.assert_same_history(history, uninterrupted[0])
         small.assert_same_state(state, uninterrupted[1][: len(state)], 1e-5)  # with shards the chief alone has all
     assert len(results[0][1]) == len(uninterrupted[1])
-
-
-def test_the_workers_end_without_error(runs: Runs) -> None:
-    assert [job.finish() for job in runs.jobs.values()] == [[0, 0]] * len(matrix.OVER_WORKERS)

@@ -2,110 +2,275 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras import ops
 
 import tfpar
-from tests.support import category_cases, small, workers
-from tests.support.worker_program_replicas import (
-    OTHER_DATA,
-    REFUSED_ALONE,
-    TRAINED,
-    UNREADABLE,
-    evaluated,
-    predict,
-    train,
-)
+from tests.pipeline.graph.test_batch_dependence_in_inference import in_inference
+from tests.reduction.test_indexed_slices import embedding, tokens
+from tests.reduction.test_losses_in_call import pairs, weighted, with_endpoint
+from tests.reduction.test_scalar_losses import contrast, mean, mean_accuracy, total, two_outputs, with_loss
+from tests.strategies.test_batch_dependence_replicas import BATCH_DEPENDENT, Gathers, with_layer
+from tests.support import category_cases, objective_cases, parity_cases, small, workers
+from tests.support import multi_worker_cases as cases
+from tfpar import config
 from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 
+TRAINED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "centred": (BATCH_DEPENDENT["centred"], small.data),
+    "own call": (BATCH_DEPENDENT["own"], small.data),
+    "gathers by itself": (with_layer(lambda x: Gathers()(x)), cases.SHARDED["by example, uneven"]),
+    "loss in a layer": (with_endpoint(weighted(), loss=None), pairs),
+    "rows": (parity_cases.lookups, lambda: parity_cases._tokens(11)),
+    "rows of bfloat16": (embedding("bfloat16"), tokens),
+    "rows of float16 scaled": (embedding("mixed_float16"), tokens),
+    "scalar loss and metric": (with_loss(mean, metrics=[mean_accuracy]), small.data),
+    "scalar loss, sharded": (with_loss(mean), cases.SHARDED["by example, uneven"]),
+    "scalar sum, chief without data": (with_loss(total), cases.SHARDED["by file, worker 0 has nothing"]),
+    "scalar loss that gathers": (with_loss(contrast), small.data),
+    "scalars of two outputs": (two_outputs, parity_cases.two_outputs_data(as_dict=True)),
+    "contrastive": (objective_cases.contrastive, objective_cases.views),
+}
+IN_CI = (
+    "gathers by itself", "rows of float16 scaled", "scalar loss and metric", "scalar sum, chief without data",
+    "contrastive",
+)  # fmt: skip
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
-    with workers.started("worker_program_replicas", tmp_path_factory.mktemp("replicas"), 2) as started:
-        yield started
+
+def of_ci_or_extended(name: str) -> Any:
+    return name if name in IN_CI else pytest.param(name, marks=pytest.mark.extended)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_two_workers_equal_one_device(job: workers.Workers, name: str) -> None:
-    history, state = train(tfpar.SingleDevice(), *TRAINED[name])
-    for result in job.results(name):
-        assert not isinstance(result, workers.Raised), result.trace
+@functools.cache
+def gathering() -> tfpar.MultiWorker:
+    return tfpar.MultiWorker(["CPU:0"], batch_dependent_layers="gather")
+
+
+def fit(strategy: tfpar.Strategy, build: Callable[[], Any], dataset: Any) -> tuple[Any, Any]:
+    trainer = tfpar.Trainer(build, strategy, seed=0)
+    return trainer.fit(dataset, epochs=2, verbose=0).history, cases.state(trainer.model)
+
+
+def train(name: str) -> tuple[Any, Any]:
+    build, dataset = TRAINED[name]
+    return fit(gathering(), build, dataset())
+
+
+@pytest.mark.parametrize("name", map(of_ci_or_extended, TRAINED))
+def test_two_workers_equal_one_device(job: workers.Job, name: str) -> None:
+    call = job.start(train, name)
+    build, dataset = TRAINED[name]
+    history, state = fit(tfpar.SingleDevice(), build, dataset())
+    for result in call.results():
         small.assert_same_history(result[0], history)
         for actual, expected in zip(result[1], state, strict=True):
             assert relative_difference(actual, expected) <= 1e-5
 
 
-def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Workers) -> None:
-    expected = predict(tfpar.SingleDevice())
-    for result in job.results("predict"):
-        assert not isinstance(result, workers.Raised), result.trace
+def predicted_by(strategy: tfpar.Strategy) -> Any:
+    return tfpar.Trainer(BATCH_DEPENDENT["similar"], strategy, seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
+
+
+def predict() -> Any:
+    return predicted_by(gathering())
+
+
+def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Job) -> None:
+    call = job.start(predict)
+    expected = predicted_by(tfpar.SingleDevice())
+    for result in call.results():
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_every_worker_refuses_batch_dependent_layers(job: workers.Workers) -> None:
-    for result in job.results("refused"):
+def fit_mean() -> None:
+    fit(cases.one_device_each(), BATCH_DEPENDENT["mean"], small.data())
+
+
+def test_every_worker_refuses_batch_dependent_layers(job: workers.Job) -> None:
+    for result in job.outcomes(fit_mean):
         assert isinstance(result, workers.Raised)
         assert (
             "where an example depends on the others of its batch; set batch_dependent_layers='gather'" in result.message
         )
 
 
+def evaluated_by(strategy: tfpar.Strategy) -> Any:
+    """Fit with validation data, and predict, with a layer that is batch-dependent in inference only."""
+    trainer = tfpar.Trainer(in_inference, strategy, seed=0)
+    history = trainer.fit(small.data(), validation_data=small.data(), verbose=0).history
+    return history, trainer.predict(parity_cases.inputs(19), 9, verbose=0)
+
+
+def evaluate(*, gathers: bool) -> Any:
+    return evaluated_by(gathering() if gathers else cases.one_device_each())
+
+
+def test_layers_that_mix_in_inference_are_gathered_there_or_refused_on_every_worker(job: workers.Job) -> None:
+    history, outputs = evaluated_by(tfpar.SingleDevice())
+    for result in job.run(functools.partial(evaluate, gathers=True)):
+        small.assert_same_history(result[0], history)
+        np.testing.assert_allclose(result[1], outputs, rtol=1e-5, atol=1e-6)
+    for result in job.outcomes(functools.partial(evaluate, gathers=False)):
+        assert isinstance(result, workers.Raised)
+        assert "'centred' in inference, where an example depends on the others" in result.message
+
+
+def train_words(source: str, shard_by: str, checkpoints: Path) -> Any:
+    return category_cases.train(cases.one_device_each(), source, shard_by, checkpoints)
+
+
 @pytest.mark.parametrize(("source", "shard_by"), category_cases.CASES)
 def test_columns_of_words_over_two_workers_and_a_resumption_equal_one_device(
-    job: workers.Workers, source: str, shard_by: str
+    job: workers.Job, source: str, shard_by: str, tmp_path: Path
 ) -> None:
+    call = job.start(train_words, source, shard_by, tmp_path)
     history, state = category_cases.train(tfpar.SingleDevice(), source, shard_by)
-    for result in job.results(f"words: {source} by {shard_by}"):
-        assert not isinstance(result, workers.Raised), result.trace
+    for result in call.results():
         assert result[0]["loss"][-1] == pytest.approx(history["loss"][-1], rel=1e-5)
         for actual, expected in zip(result[1], state, strict=True):
             assert relative_difference(actual, expected) <= 1e-5
 
 
-def test_layers_that_mix_in_inference_are_gathered_there_or_refused_on_every_worker(job: workers.Workers) -> None:
-    history, outputs = evaluated(tfpar.SingleDevice())
-    for result in job.results("gathered in inference"):
-        assert not isinstance(result, workers.Raised), result.trace
-        small.assert_same_history(result[0], history)
-        np.testing.assert_allclose(result[1], outputs, rtol=1e-5, atol=1e-6)
-    for result in job.results("refused in inference"):
-        assert isinstance(result, workers.Raised)
-        assert "'centred' in inference, where an example depends on the others" in result.message
+def create_mirrored() -> None:
+    tfpar.Mirrored()
 
 
-def test_mirrored_in_a_worker_of_a_job_is_refused(job: workers.Workers) -> None:
+def test_mirrored_in_a_worker_of_a_job_is_refused(job: workers.Job) -> None:
     """TensorFlow 2.21 ends the process by SIGSEGV: it lists no device by a local name there."""
-    for result in job.results("mirrored"):
+    for result in job.outcomes(create_mirrored):
         assert isinstance(result, workers.Raised)
         assert "Use MultiWorker here" in result.message
 
 
-@pytest.mark.parametrize("kind", OTHER_DATA)
-def test_all_workers_raise_one_sentence_for_data_that_one_of_them_refuses(job: workers.Workers, kind: str) -> None:
-    results = job.results(f"other data: {kind}")
-    messages = [result.message.split("\n") for result in results if isinstance(result, workers.Raised)]
-    assert len(messages) == 2
-    assert messages[0] == messages[1]
-    assert len(messages[0]) == 2, "neither fit nor evaluate takes them"
+# --- what one worker alone notices
 
 
-@pytest.mark.parametrize("kind", REFUSED_ALONE)
-def test_all_workers_refuse_a_loss_that_one_of_them_recognizes(job: workers.Workers, kind: str) -> None:
+def one_message(job: workers.Job, function: Callable[..., Any], *arguments: str) -> str:
+    """Return the message of the error that both workers raise."""
+    first, second = job.outcomes(function, *arguments)
+    assert isinstance(first, workers.Raised)
+    assert isinstance(second, workers.Raised)
+    assert first.message == second.message
+    return str(first.message)
+
+
+def one_layer(base: type[keras.Model] = keras.Model, loss: Any = "mse") -> keras.Model:
+    inputs = keras.Input((4,))
+    model = base(inputs, keras.layers.Dense(1, kernel_initializer="ones")(inputs))
+    model.compile("sgd", loss)
+    return model
+
+
+def call_with_invalid_data(kind: str, verb: str) -> None:
+    """Call a method with features and targets that are invalid on worker 1."""
+    features, targets = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    if workers.rank() == 1:
+        features, targets = {
+            "lengths": (features, targets[:7]),
+            "empty": (features[:0], targets[:0]),
+            "inputs": (features[:, :3], targets),
+            "targets": (features, np.ones((8, 3, 1), "float32")),
+            "widths": (features, np.ones((8, 2), "float32")),
+        }[kind]
+    trainer = tfpar.Trainer(one_layer, cases.one_device_each(), seed=0)
+    getattr(trainer, verb)(features, targets, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+@pytest.mark.parametrize("kind", ["lengths", "empty", "inputs", "targets", "widths"])
+def test_all_workers_raise_one_sentence_for_data_that_one_of_them_refuses(
+    job: workers.Job, kind: str, verb: str
+) -> None:
+    assert one_message(job, call_with_invalid_data, kind, verb)
+
+
+def largest(targets: Any, outputs: Any) -> Any:
+    """A maximum on worker 1 alone: the chief has a mean, which it does not refuse."""
+    squares = ops.square(targets - outputs)
+    return ops.max(squares) if workers.rank() == 1 else ops.mean(squares)
+
+
+class OwnLoss(keras.Model):
+    """A model with its own `compute_loss`, which compares examples."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return largest(y, y_pred)
+
+
+class Objectives(keras.Model):
+    """A model with an objective that compares examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def objectives(self) -> list[tfpar.Objective]:
+        return [tfpar.Objective("own", self.largest)]
+
+    def largest(self, batch: Any, training: bool) -> Any:
+        outputs = self.dense(batch[0])
+        return outputs - ops.max(outputs) + 1.0
+
+
+def with_objective() -> keras.Model:
+    model = Objectives()
+    model.compile("sgd", "mse")
+    return model
+
+
+COMPARES_ON_WORKER_1: dict[str, Callable[[], keras.Model]] = {
+    "loss": functools.partial(one_layer, loss=largest),
+    "compute_loss": functools.partial(one_layer, OwnLoss),
+    "objective": with_objective,
+}
+
+
+def train_comparing(kind: str) -> None:
+    """Train on equal examples on the chief, where a maximum over the batch looks like a mean."""
+    features = np.ones((8, 4), "float32")
+    features[4:] += np.arange(16).reshape(4, 4)
+    data = tf.data.Dataset.from_tensor_slices((features, np.zeros((8, 1), "float32"))).batch(8)
+    fit(cases.one_device_each(), COMPARES_ON_WORKER_1[kind], data)
+
+
+@pytest.mark.parametrize("kind", COMPARES_ON_WORKER_1)
+def test_all_workers_refuse_a_loss_that_one_of_them_recognizes(job: workers.Job, kind: str) -> None:
     """The others waited for its next message until their time limit."""
-    results = job.results(f"refused alone: {kind}")
-    messages = [result.message for result in results if isinstance(result, workers.Raised)]
-    assert len(messages) == 2
-    assert messages[0] == messages[1]
-    assert "over the batch" in messages[0] or "must not depend on which other examples" in messages[0]
+    message = one_message(job, train_comparing, kind)
+    assert "over the batch" in message or "must not depend on which other examples" in message
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_the_others_name_the_worker_that_cannot_read_its_data_and_the_reason(job: workers.Workers, name: str) -> None:
-    chiefs, own = job.results(f"unreadable {name}")
-    assert re.fullmatch(r"ValueError: Worker 1 \(127\.0\.0\.1:\d+\) failed: data/7\.png is broken\.", chiefs)
-    assert own.startswith("InvalidArgumentError: ")
+def train_unreadable(first: int) -> None:
+    """Fit data that worker 1 cannot read from one example on."""
+
+    def read(number: tf.Tensor) -> Any:
+        readable = number < first if workers.rank() == 1 else True
+        with tf.control_dependencies([tf.debugging.Assert(readable, ["data/7.png is broken."])]):
+            return tf.ones([4]) * tf.cast(number, tf.float32), tf.ones([1])
+
+    strategy = tfpar.MultiWorker(["CPU:0"])
+    strategy.user_message = functools.partial(tfpar.data.user_message, settings=config.Data())
+    fit(strategy, one_layer, tf.data.Dataset.range(40).map(read).batch(8))
+
+
+@pytest.mark.parametrize("first", [3, 20], ids=["in_the_first_batch", "in_a_later_batch"])
+def test_the_others_name_the_worker_that_cannot_read_its_data_and_the_reason(job: workers.Job, first: int) -> None:
+    chiefs, own = job.outcomes(train_unreadable, first)
+    assert chiefs.kind == "ValueError"
+    assert re.fullmatch(r"Worker 1 \(127\.0\.0\.1:\d+\) failed: data/7\.png is broken\.", chiefs.message)
+    assert own.kind == "InvalidArgumentError"
+    if first > 8:
+        job.kill()  # no collective operation works after a failure inside of a step

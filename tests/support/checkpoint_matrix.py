@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
     "stages of shards": lambda: tfpar.Pipeline(2, 3, balance=[2, 2], num_shards=2),
     "hybrid of 2 x 2": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, "gpipe", balance=[2, 2]), 2),
 }
-ALL_OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
+OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
     "two workers": lambda: tfpar.MultiWorker(["CPU:0"]),
     "shards over two workers": lambda: tfpar.MultiWorker(["CPU:0"], shard="optimizer"),
     "blocks over two workers": lambda: tfpar.MultiWorker(["CPU:0"], shard="weights"),
@@ -41,15 +39,16 @@ ALL_OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
     "pipeline over two workers": lambda: tfpar.Pipeline(2, 3, balance=[1, 3], across_workers=True),
     "grid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[2, 2], across_workers=True), 2),
 }
-OVER_WORKERS = {
-    name: ALL_OVER_WORKERS[name]
-    for name in sampled(
-        ALL_OVER_WORKERS, of_ci=("shards over two workers", "hybrid over two workers", "grid over two workers")
-    )
-}
 # The other process runs no function.
 DRIVEN_BY_THE_FIRST = ("pipeline over two workers", "grid over two workers", "blocks over two workers")
-LAYOUTS = (*IN_ONE_PROCESS, *OVER_WORKERS)
+LAYOUTS = sampled(
+    (*IN_ONE_PROCESS, *OVER_WORKERS),
+    of_ci=(
+        *("one device", "state of replicas", "blocks over 3", "pipeline of 4", "tensor parallel over 3"),
+        *("stages of shards", "hybrid of 2 x 2"),
+        *("shards over two workers", "state of stages over two workers", "grid over two workers"),
+    ),
+)
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
 
 
@@ -109,19 +108,3 @@ def end(strategy: tfpar.Strategy, folder: Path) -> Ended:
     with strategy.whole_state(trainer.model):
         has_all = strategy.is_chief or not strategy.divides_state
         return history, cases.state(trainer.model) if has_all else trainer.model.get_weights()
-
-
-def begun(layout: str, root: Path) -> Path:
-    """Return the folder of a run that a layout begins."""
-    return root / "begun" / layout.replace(" ", "_")
-
-
-def copied(layout: str, other: str, root: Path, seconds: float = 200.0) -> Path:
-    """Return a copy of the folder of a begun run, for its end under another layout; wait until the run has begun."""
-    ready, deadline = root / f"{layout}.ready", time.monotonic() + seconds
-    while not ready.exists():
-        assert time.monotonic() < deadline, f"no run began under {layout}"
-        time.sleep(0.05)
-    target = root / "ended" / f"{layout}_{other}".replace(" ", "_")
-    shutil.copytree(begun(layout, root), target)
-    return target

@@ -1,4 +1,4 @@
-"""Models, data and comparisons of test_multi_worker_multi_process.py, for its workers and for one device."""
+"""Models, data, trainers and comparisons for tests with several workers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ from tests.support.extent import sampled
 from tfpar.parity import relative_difference
 
 EXACT = 1e-9  # in float64
-ON_TWO_DEVICES = sampled(
-    (
-        "fewer examples than replicas",
-        "accumulation 4, ragged end, clipped",
-        "BatchNormalization, synchronized",
-        "embedding, sparse gradients",
-    ),
-    of_ci=("fewer examples than replicas", "BatchNormalization, synchronized"),
-)
 
 
 class Trained(NamedTuple):
@@ -313,6 +304,34 @@ class Reused:
         return self._trainer
 
 
+@functools.cache
+def one_device_each() -> tfpar.MultiWorker:
+    """Return a strategy of one device of each worker."""
+    return tfpar.MultiWorker(["CPU:0"])
+
+
+@functools.cache
+def two_devices_each() -> tfpar.MultiWorker:
+    """Return a strategy of two devices of each worker."""
+    return tfpar.MultiWorker(["CPU:0", "CPU:1"])
+
+
+@functools.cache
+def _reused(dtype: str) -> Reused:
+    return Reused(one_device_each())
+
+
+def initial() -> tfpar.Trainer:
+    """Return the small model's trainer on one device of each worker, in its initial state."""
+    return _reused(keras.config.floatx()).initial()
+
+
+def trained(trainer: tfpar.Trainer, dataset: Any, **fit: Any) -> Trained:
+    """Train, and return the history and the state."""
+    history = trainer.fit(dataset, **{"epochs": 2, "verbose": 0, **fit}).history
+    return Trained(history, state(trainer.model))
+
+
 # --- parameter averaging
 
 
@@ -378,15 +397,9 @@ def evaluate_and_predict(strategy: tfpar.Strategy | None) -> dict[str, Any]:
     features, labels = arrays()
     weighted = parity_cases.weighted(29, 8)
     return {
-        "evaluate": trainer.evaluate(small.data(), verbose=0, return_dict=True),
-        "evaluate again": trainer.evaluate(small.data(), verbose=0),
         "evaluate with weights": trainer.evaluate(weighted, verbose=0),
-        "evaluate arrays": trainer.evaluate(features, labels, batch_size=16, verbose=0),
         "evaluate 1 row": trainer.evaluate(features[:1], labels[:1], verbose=0),
         "predict": trainer.predict(small.data(), verbose=0),
-        "predict 2 steps": trainer.predict(small.data(), steps=2, verbose=0),
-        "predict arrays": trainer.predict(features, batch_size=7, verbose=0),
-        "predict 1 row": trainer.predict(features[:1], verbose=0),
         "predict 3 rows": trainer.predict(features[:3], verbose=0),
         "predict many outputs": outputs.predict(features[:21], batch_size=5, verbose=0),
     }
@@ -414,7 +427,7 @@ def _files(*sizes: int) -> tfpar.data.Sharded:
     return tfpar.data.by_file(names, read_file, global_batch_size=8, num_shards=len(sizes))
 
 
-ALL_SHARDED: dict[str, Callable[[], Any]] = {
+SHARDED: dict[str, Callable[[], Any]] = {
     "by example, uneven": lambda: tfpar.data.by_example(
         _rows(0, 73), global_batch_size=8, num_shards=4, shuffle_buffer=40, seed=5
     ),
@@ -422,14 +435,6 @@ ALL_SHARDED: dict[str, Callable[[], Any]] = {
     "by file, worker 1 ends first": lambda: _files(20, 12, 3, 0),
     "by file, worker 0 has nothing": lambda: _files(0, 0, 11, 6),
 }
-
-SHARDED = {
-    kind: ALL_SHARDED[kind]
-    for kind in sampled(ALL_SHARDED, of_ci=("by example, uneven", "by file, worker 0 has nothing"))
-}
-# Traces for two devices per worker take long: one case only in CI.
-ON_TWO = ("by file, worker 1 ends first", "by file, worker 0 has nothing")
-SHARDED_ON = {kind: ("one device", "two devices") if kind in ON_TWO else ("one device",) for kind in SHARDED}
 
 
 # Without examples of its own, the chief finds the loss decomposition with an example of another worker.

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from tests.support import parity_cases
-from tests.support.extent import sampled
 
 
 def classifier(optimizer: Callable[[], Any]) -> Callable[[], keras.Model]:
@@ -33,28 +32,6 @@ OPTIMIZERS = {
     "no slots": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
 }
 
-OVER_WORKERS = sampled(
-    ("norm, average", "accumulation, norm", "own shapes", "scaled", "begins with the weights", "no slots"),
-    of_ci=("norm, average", "own shapes", "scaled"),
-)
-# Functions of the program of the workers.
-ALL_TRAININGS = ("one_replica_has_nothing", "two_devices", "swapped_averages", "moved")
-TRAININGS = sampled(ALL_TRAININGS, of_ci=("two_devices", "moved"))
-STAGED = sampled(("norm, average", "accumulation, norm"), of_ci=("accumulation, norm",))
-# How stages of shards over workers train with divided state.
-STAGES_OF_SHARDS = sampled(
-    (
-        "stages, clipped",
-        "replicas, clipped",
-        "stages, swapped averages",
-        "built by hand",
-        "one weight a stage",
-        "scaled loss",
-        "overwritten by averages, norm of all",
-    ),
-    of_ci=("replicas, clipped", "overwritten by averages, norm of all"),
-)
-RESUMED = sampled(((None, None), (None, "optimizer"), ("optimizer", None)), of_ci=((None, "optimizer"),))
 # Of the parity table: rows of lookups, losses of layers, several optimizers.
 CASES_HERE = (
     "embedding, sparse gradients",

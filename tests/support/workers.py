@@ -1,38 +1,48 @@
-"""The workers of one job, which run many functions one after another, because the start of TensorFlow takes seconds.
+"""Started workers that call functions for tests, because the start of TensorFlow takes seconds.
 
-    the tests' process                           worker 0, worker 1, ...
-    Workers(program, ...) ── starts them ──►     run_all({"name": function, ...})
-    results("name")      ◄── a file each ──      runs the functions in order, writes the result of each
+    the tests' process                         worker 0, worker 1, ...
+    job.run(function, ...)  ── the call ──►    imports the function and calls it
+    [result, result, ...]   ◄── by rank ──     with the TF_CONFIG of its rank
 
-A program is a module of `tests.support` that calls `run_all`. The result of a function that raises is a `Raised`.
+A function stands beside its test, in the same module. A test that leaves a broken cluster ends the job with
+`job.kill()`; the next test gets another one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import itertools
 import os
-import pickle
-import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import keras
 import pytest
 
 from tests import ROOT
-from tests.support import tracing
 from tests.support.ports import free_addresses
 from tfpar.cluster import tf_config
 
-START_SECONDS = 120.0  # to the first result: TensorFlow's start on a machine with other work
-FUNCTION_SECONDS = 120.0
+CALL_SECONDS = 120.0  # of a function, and of TensorFlow's start on a machine with other work
+MAX_JOBS = 2  # that wait for calls
 TAIL_BYTES = 2000
+
+
+class Call(NamedTuple):
+    """A call that workers receive."""
+
+    number: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    dtype: str
 
 
 class Raised(NamedTuple):
@@ -43,157 +53,195 @@ class Raised(NamedTuple):
     trace: str
 
 
-class Workers:
-    """The processes of one job.
+class Started(NamedTuple):
+    """A call that workers run while the test computes what it expects."""
+
+    job: Job
+    number: int
+
+    def outcomes(self, num_workers: int | None = None) -> list[Any]:
+        """Wait for the call on the workers of the lowest ranks, None for all; return results and exceptions by rank."""
+        return self.job.outcomes_of(self.number, num_workers)
+
+    def results(self, num_workers: int | None = None) -> list[Any]:
+        """Wait for the call; return the results by rank, none of which is an exception."""
+        outcomes = self.outcomes(num_workers)
+        for rank, outcome in enumerate(outcomes):
+            assert not isinstance(outcome, Raised), f"worker {rank}: {outcome.trace}"
+        return outcomes
+
+
+class Job:
+    """The workers of one job.
 
     Args:
-        program: A module of `tests.support`, such as `worker_program`.
-        folder: An empty folder for results and output.
         num_workers: Number of workers.
-        arguments: Further arguments of the program.
+        num_cpus: Number of logical CPUs of each worker.
     """
 
-    def __init__(self, program: str, folder: Path, num_workers: int, *arguments: str) -> None:
-        self.folder = folder
-        self._num_results = 0
-        self._addresses = free_addresses(num_workers)
+    def __init__(self, num_workers: int = 2, num_cpus: int = 2) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.is_alive = True
+        self._num_calls = 0
+        self._channels: list[Connection[Any, Any]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        addresses = free_addresses(num_workers)
         for rank in range(num_workers):
-            (folder / str(rank)).mkdir()
-            self._processes.append(self._start(program, rank, arguments))
+            self._start(tf_config.to_tf_config(addresses, rank), rank, num_cpus)
 
-    def _start(self, program: str, rank: int, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    def _start(self, place: str, rank: int, num_cpus: int) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
         environment |= {
-            "TF_CONFIG": tf_config.to_tf_config(self._addresses, rank),
+            "TF_CONFIG": place,
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "PYTHONPATH": str(ROOT),
             "CUDA_VISIBLE_DEVICES": "-1",  # the expected results are computed on CPUs
         }
-        with (self.folder / f"{rank}.out").open("wb") as out:
-            return subprocess.Popen(
-                [sys.executable, "-m", f"tests.support.{program}", str(self.folder), str(rank), *arguments],
-                cwd=self.folder / str(rank),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        channel, of_worker = Pipe()
+        self._channels.append(channel)
+        self.folder_of(rank).mkdir()
+        with of_worker, self._output(rank).open("wb") as out:
+            words = [sys.executable, "-m", "tests.support.worker_program", str(of_worker.fileno()), str(num_cpus)]
+            process = subprocess.Popen(
+                words, cwd=self.folder_of(rank), env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                pass_fds=[of_worker.fileno()], start_new_session=True,
+            )  # fmt: skip
+        self._processes.append(process)
 
-    def results(self, name: str, num_workers: int | None = None) -> list[Any]:
-        """Wait for the results of a function on all workers.
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function on every worker, in the float type of this process.
 
         Args:
-            name: The name of the function in the program.
-            num_workers: The number of workers that run the function, those of the lowest ranks; None for all.
+            function: A function of a module.
+            arguments: Its arguments, which pickle takes.
 
         Returns:
-            The results by rank; a `Raised` where the function raised.
+            The results by rank.
 
         Raises:
             pytest.fail.Exception: If a worker ended without a result or took too long, with the end of its output.
         """
-        paths = [_result(self.folder, rank, name) for rank in range(num_workers or len(self._processes))]
-        # The functions run in the order of the program, not of the tests: the time limit starts at the last result.
-        while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
-            ended = [rank for rank in missing if self._processes[rank].poll() is not None]
-            if ended and not paths[ended[0]].exists():
-                pytest.fail(f"worker {ended[0]} ended without a result of {name!r}:\n{self._report()}", False)
-            if self._seconds_without_result() > (FUNCTION_SECONDS + 10 if self._num_results else START_SECONDS):
-                pytest.fail(f"workers {missing} gave no result of {name!r} in time:\n{self._report()}", False)
-            time.sleep(0.02)
-        return [pickle.loads(path.read_bytes()) for path in paths]
+        return self.start(function, *arguments).results()
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function on every worker; return the results by rank, and a `Raised` where it raised."""
+        return self.start(function, *arguments).outcomes()
+
+    def run_on_chief(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function on every worker, and return the result of the first alone, which uses the others' devices."""
+        (result,) = self.start(function, *arguments).results(num_workers=1)
+        return result
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Started:
+        """Begin a call on every worker."""
+        self._num_calls += 1
+        call = Call(self._num_calls, function, arguments, keras.config.floatx())
+        for channel in self._channels:
+            with contextlib.suppress(BrokenPipeError):  # a worker that has ended is reported with the results
+                channel.send(call)
+        return Started(self, call.number)
+
+    def outcomes_of(self, number: int, num_workers: int | None) -> list[Any]:
+        """Return the outcomes of a call by rank, those of calls before it dropped."""
+        waiting = dict(zip(self._channels[:num_workers], range(len(self._channels)), strict=False))
+        outcomes: dict[int, Any] = {}
+        deadline_seconds = time.monotonic() + CALL_SECONDS + 10
+        while waiting:
+            ready = wait([*waiting], deadline_seconds - time.monotonic())
+            if not ready:
+                self._fail(f"workers {[*waiting.values()]} gave no result in time")
+            for channel in ready:
+                assert isinstance(channel, Connection)
+                try:
+                    answered, outcome = channel.recv()
+                except (EOFError, ConnectionResetError):
+                    self._fail(f"worker {waiting[channel]} ended without a result")
+                if answered == number:
+                    outcomes[waiting.pop(channel)] = outcome
+        return [outcomes[rank] for rank in sorted(outcomes)]
 
     def pid(self, rank: int) -> int:
         """Return the process id of a worker."""
         return self._processes[rank].pid
 
+    def folder_of(self, rank: int) -> Path:
+        """Return the current folder of a worker."""
+        return self.folder / str(rank)
+
+    def output(self, rank: int) -> str:
+        """Return what a worker has written."""
+        return self._output(rank).read_text(errors="replace")
+
     def end_of(self, rank: int) -> int:
         """Wait for the end of a worker; return its exit code."""
-        return self._processes[rank].wait(FUNCTION_SECONDS)
+        return self._processes[rank].wait(CALL_SECONDS)
 
     def finish(self) -> list[int]:
-        """Wait for the end of all workers; return their exit codes."""
-        deadline_seconds = time.monotonic() + FUNCTION_SECONDS
-        return [process.wait(max(0.0, deadline_seconds - time.monotonic())) for process in self._processes]
+        """End the job; return the exit codes of the workers."""
+        self.is_alive = False
+        for channel in self._channels:
+            channel.close()
+        return [self.end_of(rank) for rank in range(len(self._processes))]
 
     def kill(self) -> None:
-        """End the workers that still run, with all processes that they started."""
+        """End the workers at once, with all processes that they started."""
+        self.is_alive = False
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _seconds_without_result(self) -> float:
-        num_results = sum(1 for _ in self.folder.glob("*/*.result"))
-        if num_results != self._num_results or not hasattr(self, "_last_result_at"):
-            self._num_results, self._last_result_at = num_results, time.monotonic()
-        return time.monotonic() - self._last_result_at
+    def _output(self, rank: int) -> Path:
+        return self.folder / f"{rank}.out"
 
-    def _report(self) -> str:
-        parts = []
-        for rank, process in enumerate(self._processes):
-            code = process.poll()
-            state = "is running" if code is None else f"ended with exit code {code}"
-            out = (self.folder / f"{rank}.out").read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-            parts.append(f"worker {rank} {state}; the end of its output:\n{out}")
-        return "\n".join(parts)
+    def _fail(self, reason: str) -> NoReturn:
+        for process in self._processes:
+            process.send_signal(signal.SIGUSR1)  # a running one writes where it waits
+        time.sleep(0.5)
+        codes = [process.poll() for process in self._processes]
+        self.kill()
+        parts = [
+            f"worker {rank} {'was running' if code is None else f'had exit code {code}'}; the end of its output:\n"
+            f"{self.output(rank)[-TAIL_BYTES:]}"
+            for rank, code in enumerate(codes)
+        ]
+        pytest.fail("\n".join([f"{reason}:", *parts]), pytrace=False)
 
 
 @contextlib.contextmanager
-def started(program: str, folder: Path, num_workers: int, *arguments: str) -> Iterator[Workers]:
-    """Start workers, and end them with the context."""
-    workers = Workers(program, folder, num_workers, *arguments)
+def started(num_workers: int = 2, num_cpus: int = 2) -> Iterator[Job]:
+    """Start a job for one test or one file, and end it with the context."""
+    job = Job(num_workers, num_cpus)
     try:
-        yield workers
+        yield job
     finally:
-        workers.kill()
+        job.kill()
 
 
-def results_of(job: Workers, function: str) -> list[Any]:
-    """Return the results of a function on all workers, none of which is an error."""
-    results = job.results(function)
-    for rank, result in enumerate(results):
-        assert not isinstance(result, Raised), f"worker {rank}: {result.trace}"
-    return results
+class Pool:
+    """Started jobs that the files of a test process share."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[int, int], Job] = {}
+
+    def job(self, num_workers: int = 2, num_cpus: int = 2) -> Job:
+        """Return a job that waits for calls; the one that was not used for longest ends where there are too many."""
+        job = self._jobs.pop((num_workers, num_cpus), None)
+        if job is None or not job.is_alive:
+            if len(self._jobs) == MAX_JOBS:
+                self._jobs.pop(next(iter(self._jobs))).finish()
+            job = Job(num_workers, num_cpus)
+        self._jobs[num_workers, num_cpus] = job
+        return job
+
+    def end(self) -> None:
+        """End all jobs, which must end without an error."""
+        codes = [job.finish() for job in self._jobs.values() if job.is_alive]
+        assert not any(itertools.chain(*codes)), f"exit codes {codes}"
 
 
-def place() -> tuple[Path, int]:
-    """Return the folder of the job and the rank of this worker, in a worker."""
-    return Path(sys.argv[1]), int(sys.argv[2])
-
-
-def run_all(functions: Mapping[str, Callable[[], Any]]) -> None:
-    """Run functions in order, in a worker, and write the result of each.
-
-    After an exception the next function runs. An error of TensorFlow's runtime ends the process, because no collective
-    operation works after it. So does a function that takes too long, because the other workers may have left it.
-    """
-    import tensorflow as tf
-
-    tracing.with_rare_collections()
-    tracing.without_origins()
-    folder, rank = place()
-    parent = os.getppid()
-    for name, function in functions.items():
-        faulthandler.dump_traceback_later(FUNCTION_SECONDS, exit=True)
-        print(f"function: {name}", flush=True)
-        if os.getppid() != parent:
-            os._exit(1)  # the tests' process has ended
-        try:
-            result = function()
-        except tf.errors.OpError:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        except Exception as error:
-            result = Raised(type(error).__name__, str(error), traceback.format_exc())
-        path = _result(folder, rank, name)
-        path.with_suffix(".unfinished").write_bytes(pickle.dumps(result))
-        path.with_suffix(".unfinished").rename(path)
-    faulthandler.cancel_dump_traceback_later()
-
-
-def _result(folder: Path, rank: int, name: str) -> Path:
-    return folder / str(rank) / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.result"
+def rank() -> int:
+    """Return the rank of this worker, in a worker."""
+    job = tf_config.from_environment(os.environ)
+    assert job is not None
+    return job.rank
