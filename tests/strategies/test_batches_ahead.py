@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import numpy as np
@@ -85,29 +83,6 @@ def test_a_call_after_an_error_reads_its_own_batch() -> None:
     assert recorder.batches()[-1] == 2, "the upcoming batch is still the second one"
 
 
-def test_the_copy_of_a_batch_waits_for_no_step() -> None:
-    taken = batches(1, 2)
-    loop = Recorder().loop
-    outer = tf.function(lambda *given: loop.run(*given, tf.constant(2), False), autograph=False)
-    library = outer.get_concrete_function(taken.iterator, taken.upcoming).graph.as_graph_def().library.function
-    (body,) = [one for one in library if any(node.op == "IteratorGetNextAsOptional" for node in one.node_def)]
-    nodes = {node.name: node for node in body.node_def}
-    copies = [name for name, node in nodes.items() if node.op == "AssignVariableOp"]
-    assert [nodes[name].device[-5:] for name in copies] == DEVICES
-    assert {nodes[name].op for name in _needed(nodes, copies)}.isdisjoint({"StatefulPartitionedCall", "Timestamp"})
-    (step,) = [name for name, node in nodes.items() if node.op == "StatefulPartitionedCall"]
-    assert not _needed(nodes, [step]) & set(copies), "nor the step for the copy"
-
-
-def _needed(nodes: dict[str, Any], names: list[str]) -> set[str]:
-    found, left = set[str](), list(names)
-    while left:
-        new = {text.removeprefix("^").split(":")[0] for text in nodes[left.pop()].input} & set(nodes)
-        left += new - found
-        found |= new
-    return found
-
-
 def test_the_memory_of_the_last_batch_is_free_after_it() -> None:
     ahead = BatchesAhead(lambda element: StepBatch(element, ["CPU:1"]))
     element = tf.experimental.Optional.from_value(tf.zeros([2]))
@@ -117,17 +92,6 @@ def test_the_memory_of_the_last_batch_is_free_after_it() -> None:
         ahead.refill(tf.experimental.Optional.empty(element.element_spec))
         with pytest.raises(tf.errors.InvalidArgumentError, match="does not have a value"):
             ahead.receive(tf.zeros([2]))
-
-
-def test_the_memory_of_a_loop_is_free_with_it() -> None:
-    ahead = BatchesAhead(lambda element: StepBatch(element, ["CPU:1"]))
-    ahead.fill(tf.experimental.Optional.from_value(tf.zeros([2])))
-    (place,) = ahead._places.values()
-    handle = weakref.ref(place._handle)  # the last reference to it frees the variable
-    assert handle() is not None
-    del ahead, place
-    gc.collect()
-    assert handle() is None
 
 
 def test_integers_of_32_bits_texts_and_ragged_tensors_stay_on_the_host() -> None:

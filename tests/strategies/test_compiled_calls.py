@@ -162,19 +162,6 @@ def test_stages_with_loops_train_as_one_device_if_the_model_is_compiled_by_xla(s
     small.assert_same_state(small.state(trainer.model), small.state(model), 1e-5)
 
 
-@pytest.mark.extended
-def test_states_are_those_of_the_replicas_without_xla() -> None:
-    """Each replica normalizes its own examples."""
-    build = classifier(lambda: [keras.layers.BatchNormalization()])
-    states = []
-    for jit_compile in (True, False):
-        strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])
-        trainer = tfpar.Trainer(lambda jit=jit_compile: build(jit_compile=jit), strategy, seed=0)
-        trainer.fit(data(), epochs=2, steps_per_call=1, verbose=0)
-        states.append(small.state(trainer.model))
-    small.assert_same_state(*states, 1e-5)
-
-
 class Draws(keras.layers.Layer):
     """Writes one random number for each step and replica into its gradient."""
 

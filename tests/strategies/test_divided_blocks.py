@@ -194,6 +194,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]]] 
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_device(case: str) -> None:
     if case in ("BERT", "translator"):
@@ -252,6 +253,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", MEASURED)
 def test_the_guide_states_the_share_of_the_first_device(model: str) -> None:
     pytest.importorskip("keras_hub")

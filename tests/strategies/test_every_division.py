@@ -1,4 +1,4 @@
-"""Every division of a model keeps what Keras does: precision, loss scales, no gradients, no trained weights."""
+"""Every division of a batch or a model keeps Keras' precision, loss scales, and what it does without gradients."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 PAIR = ["CPU:0", "CPU:1"]
 DIVISIONS: dict[str, Callable[[], tfpar.Strategy]] = {
+    "one device": lambda: tfpar.SingleDevice(),
+    "batch": lambda: tfpar.Mirrored(PAIR),
     "state": lambda: tfpar.Mirrored(PAIR, shard="optimizer"),
     "weights": lambda: tfpar.Mirrored(PAIR, shard="weights"),
     "layers": lambda: tfpar.TensorParallel(2),
@@ -83,6 +85,7 @@ def without_gradient(labels: Any, outputs: Any) -> Any:
     return keras.ops.cast(keras.ops.argmax(outputs, -1), "float32")
 
 
+@pytest.mark.few(3)
 @by_division
 def test_a_loss_without_any_gradient_is_refused_as_with_keras(division: str) -> None:
     trainer = tfpar.Trainer(parity_cases.classifier(loss=lambda: without_gradient), DIVISIONS[division](), seed=0)

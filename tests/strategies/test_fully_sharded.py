@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfpar
 from tests.support import objective_cases, parity_cases, small
@@ -68,13 +67,6 @@ def test_weights_state_and_logs_are_those_of_one_device(name: str) -> None:
     assert_as_one_device(classifier(OPTIMIZERS[name]), small.data())  # the last batch is smaller than the replicas
 
 
-def test_frozen_weights_are_divided_too() -> None:
-    assert_as_one_device(classifier(frozen=True), small.data())
-    trainer = tfpar.Trainer(classifier(frozen=True), sharded(), seed=0)
-    trainer.build(small.data())
-    assert min(bytes_on_devices(trainer.model.variables)) > 0
-
-
 def bytes_on_devices(variables: Any) -> list[int]:
     sizes = [0, 0, 0]
     for variable in variables:
@@ -96,53 +88,6 @@ def test_each_device_holds_about_the_same_bytes_and_the_preview_shows_them() -> 
     assert "of weights are copied to each device in every step" in str(preview)
 
 
-def step_graph(trainer: tfpar.Trainer, train: bool) -> tf.Graph:
-    strategy, model = trainer.strategy, trainer.model
-    element = next(iter(strategy.distribute(small.data()).dataset))
-    step = strategy.train_step if train else strategy.evaluate_step
-    return tf.function(lambda: step(model, element)).get_concrete_function().graph
-
-
-def reads_of(graph: Any, weight: keras.Variable) -> list[Any]:
-    inner = next(inside for outside, inside in graph.captures if outside is weight.value.handle)
-    return [op for op in inner.consumers() if op.type == "ReadVariableOp"]
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("train", [False, True])
-def test_a_block_is_sent_after_the_block_but_one_before_it(train: bool, frozen: bool) -> None:
-    trainer = tfpar.Trainer(classifier(frozen=frozen), sharded(2), seed=0)
-    trainer.build(small.data())
-    graph = step_graph(trainer, train)
-    passes = 2 if train and not frozen else 1  # without a trained layer before it, a frozen one has no backward pass
-    for layer in trainer.model.layers[2:]:
-        copies = [read for read in reads_of(graph, layer.kernel) if read.outputs[0].consumers()]
-        waiting = [read for read in copies if read.control_inputs]
-        own_passes = 2 if train and layer.trainable else passes
-        assert len(waiting) >= 2 * own_passes, f"{layer.name}: {len(waiting)} of {len(copies)} reads wait"
-
-
-def test_mixed_precision_saves_no_cast_weights_for_the_backward_pass() -> None:
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        trainer = tfpar.Trainer(classifier(), sharded(2), seed=0)
-        trainer.build(small.data())
-    finally:
-        keras.config.set_dtype_policy("float32")
-    strategy: Any = trainer.strategy
-    inputs, *_ = next(iter(small.data()))
-    for program in strategy._steps[trainer.model].compiler.stages(inputs, training=True).stages:
-        saved = {tuple(tensor.shape) for tensor in program.subgraphs[0].outputs}
-        assert not saved & {tuple(weight.shape) for weight in program.parameters}
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["embedding, sparse gradients", "rows looked up in several ways", "add_loss"])
-def test_lookups_and_added_losses_equal_one_device(name: str) -> None:
-    case = parity_cases.CASES[name]
-    assert_as_one_device(case.build, case.data(), 2, **case.fit)
-
-
 def test_a_saved_model_continues_in_plain_keras(tmp_path: Path) -> None:
     trainer = tfpar.Trainer(classifier(OPTIMIZERS["norm, average"]), sharded(2), seed=0)
     trainer.fit(small.data(), verbose=0)
@@ -157,55 +102,9 @@ def test_a_saved_model_continues_in_plain_keras(tmp_path: Path) -> None:
     small.assert_same_state(state(loaded), state(trainer.model), 1e-4)
 
 
-@pytest.mark.extended
-def test_a_model_moves_to_shards_and_back() -> None:
-    model, expected = classifier()(), classifier()()
-    expected.set_weights(model.get_weights())
-    for strategy in (tfpar.SingleDevice(), sharded(), tfpar.Mirrored(DEVICES)):
-        tfpar.Trainer(lambda: model, strategy).fit(small.data(), verbose=0)
-        tfpar.Trainer(lambda: expected, tfpar.SingleDevice()).fit(small.data(), verbose=0)
-    for one, other in zip(state(model), state(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"all_reduce": "reduction_to_one_device"}, "all_reduce is for replicas with whole weights, received all_red"),
-        ({"pack_bytes": 100}, "pack_bytes is for replicas with whole weights, received pack_bytes=100 with shard='wei"),
-        ({"batch_dependent_layers": "gather"}, "batch_dependent_layers is for replicas with whole weights"),
-        ({"devices": ["CPU:0", "CPU:99"]}, "CPU:99"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tfpar.Mirrored(**settings, shard="weights")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"compression": "bfloat16"},
-            "compression is for replicas with whole weights, received compression='bfloat16'",
-        ),
-        ({"sync": "average", "every": 4}, "With sync='average' every replica updates its own weights.*shard='weights'"),
-        ({"silence_seconds": 0.0}, "silence_seconds at least 1"),
-    ],
-)
-def test_settings_of_workers_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tfpar.MultiWorker(**settings, shard="weights")
-
-
 def test_one_worker_shards_weights_over_its_devices() -> None:
     strategy = tfpar.MultiWorker(["CPU:1", "CPU:2"], shard="weights")
     assert strategy.describe() == "MultiWorker over 1 worker, 2 replicas on CPU:1, CPU:2, weights sharded"
-
-
-def test_a_grid_cannot_shard_weights() -> None:
-    with pytest.raises(ValueError, match="shard must be 'optimizer' or None, received 'weights'"):
-        tfpar.Hybrid(tfpar.Pipeline(2, 2), 2, shard="weights")  # type: ignore[arg-type]
 
 
 class OfBatch(keras.layers.Layer):

@@ -120,18 +120,6 @@ def test_all_groups_of_a_device_share_the_order_of_nccl() -> None:
     assert earlier in needs(later)
 
 
-def test_groups_of_a_cpu_do_not_wait_for_each_other() -> None:
-    first, second = (Group(["CPU:0"], num_members=2) for _ in range(2))
-
-    @tf.function(autograph=False)
-    def both(tensor: tf.Tensor) -> tf.Tensor:
-        return first.all_reduce(tensor), second.all_reduce(tensor)
-
-    graph = both.get_concrete_function(tf.TensorSpec([collectives.GATHER_BYTES])).graph
-    earlier, later = (op for op in graph.get_operations() if op.type == "CollectiveReduceV2")
-    assert earlier not in needs(later)
-
-
 # Sufficient factors
 
 
@@ -155,29 +143,3 @@ def test_gpus_use_factors_only_with_deterministic_operations_and_a_slow_network(
         return 1e9 * gigabytes_per_second
 
     assert sufficient_factors.are_used(types, equal, deterministic, measure) is expected
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_rows", "num_threads", "expected"),
-    [
-        ((2048, 2048), 32, 1, True),
-        ((9216, 128), 128, 1, True),
-        ((2048, 2048), 1024, 1, False),  # the product takes longer than the all-reduce
-        ((2048, 2048), 1024, 8, True),
-        ((2048, 10), 32, 1, False),  # the factors are larger than the product
-        ((2048, 10), 32, 64, False),
-    ],
-)
-def test_factors_are_gathered_where_that_takes_less_time(
-    shape: tuple[int, int], num_rows: int, num_threads: int, expected: bool
-) -> None:
-    @tf.function(autograph=False)
-    def gradient(inputs: tf.Tensor, output_gradient: tf.Tensor) -> tf.Tensor:
-        product = tf.matmul(inputs, output_gradient, transpose_a=True)
-        factors = sufficient_factors.sufficient_factors_of(product, num_rows, num_threads)
-        found.append(factors is not None)
-        return product
-
-    found: list[bool] = []
-    gradient.get_concrete_function(*(tf.TensorSpec([None, columns]) for columns in shape))
-    assert found == [expected]

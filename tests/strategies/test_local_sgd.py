@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import optimizers
 
 import tfpar
@@ -16,8 +15,6 @@ from tests.properties.test_parity import computing_in
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases
 from tests.support.multi_worker_cases import assert_same
-from tfpar.strategies.batches_ahead import HOST
-from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -44,23 +41,6 @@ def test_a_replica_updates_looked_up_rows_as_keras_does(name: str, monkeypatch: 
     trainer = tfpar.Trainer(lambda: parity_cases.lookups(OPTIMIZERS[name]), strategy, seed=0)
     trainer.fit(dataset, verbose=0)
     assert_same(_averaged(trainer.model), _averaged_by_keras(OPTIMIZERS[name], list(dataset)))
-
-
-def test_the_steps_since_the_last_average_are_counted_on_the_host() -> None:
-    with tf.device("CPU:1"):
-        averaging = LocalSGD(4, with_optimizer=True)
-    counter = averaging._num_steps_alone
-    assert tf.DeviceSpec.from_string(counter.device).to_string().endswith(HOST)
-    averaging._average_if = lambda due, *others: due  # type: ignore[assignment, method-assign]
-
-    def step() -> None:
-        with tf.device("/device:CPU:1"):
-            averaging.after_step(None, None, None)  # type: ignore[arg-type]
-            averaging.end_call(None, None, None)  # type: ignore[arg-type]
-
-    graph = tf.function(step, autograph=False).get_concrete_function().graph
-    comparisons = [one for one in graph.get_operations() if one.type.startswith("Greater")]
-    assert [one.device for one in comparisons] == [HOST, HOST]
 
 
 def _averaged_by_keras(optimizer: Callable[[], Any], batches: list[Any]) -> list[np.ndarray]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +17,12 @@ from tests.support import multi_worker_cases as cases
 from tests.support import small
 from tests.support.multi_worker_cases import Trained, assert_same, keras_fit
 from tests.support.ports import free_addresses
+from tfpar import cluster
 from tfpar.cluster import tf_config
+from tfpar.strategies.job_roles import warn_of_other_launcher
+from tfpar.strategies.multi_worker import strategy as multi_worker
+from tfpar.strategies.multi_worker import worker
+from tfpar.strategies.multi_worker.all_reduce_choice import choose
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -52,32 +57,6 @@ def test_an_evaluator_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
         tfpar.MultiWorker()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"all_reduce": "tree"}, "all_reduce must be 'auto', 'ring' or 'nccl', received 'tree'"),
-        ({"all_reduce": "nccl"}, "all_reduce='nccl' needs GPUs"),
-        ({"pack_bytes": 0}, "pack_bytes must be at least 1, received 0"),
-        ({"compression": "float8"}, "compression must be None or 'bfloat16', received 'float8'"),
-        ({"form_seconds": 0}, "both at most 604800 (a week), received 0 and 30.0"),
-        ({"form_seconds": math.inf}, "both at most 604800 (a week), received inf and 30.0"),
-        ({"form_seconds": math.nan}, "both at most 604800 (a week), received nan and 30.0"),
-        ({"silence_seconds": 0.5}, "form_seconds must be above 0 and silence_seconds at least 1, both at most"),
-        ({"sync": "never"}, "sync must be 'step' or 'average', received 'never'"),
-        ({"sync": "average", "every": 0}, "every must be at least 1, received 0"),
-        ({"every": 2}, "every and average_optimizer belong to sync='average', received every=2"),
-        ({"average_optimizer": False}, "average_optimizer=False with sync='step'. Set sync='average'"),
-        ({"sync": "average", "compression": "bfloat16"}, "compression rounds gradients, and sync='average' sends none"),
-        ({"devices": ["CPU:7"]}, "devices must name different devices of this machine, received ['CPU:7']"),
-        ({"devices": []}, "devices must name at least one device, received []"),
-    ],
-    ids=str,
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tfpar.MultiWorker(**options)
-
-
 def test_eager_steps_on_several_devices_of_a_worker_are_refused() -> None:
     """They waited for each other without end."""
 
@@ -91,3 +70,100 @@ def test_eager_steps_on_several_devices_of_a_worker_are_refused() -> None:
         trainer.predict(np.zeros([4, 5], "float32"), verbose=0)
     with pytest.raises(ValueError, match="With run_eagerly=True a worker can have one device"):
         trainer.fit(np.zeros([4, 5], "float32"), np.zeros([4, 3], "float32"), verbose=0)
+
+
+# What a process does by its role in a job: workers that another launcher started train alone, with a warning
+
+
+VARIABLES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_the_processes_of_another_launcher_are_counted(name: str) -> None:
+    with pytest.warns(UserWarning, match=rf"a model of its own: {name}='4' counts several .*python -m tfpar\.launch"):
+        warn_of_other_launcher({name: "4"})
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_one_process_is_not(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_other_launcher({name: "1"})
+
+
+@pytest.mark.parametrize("shard", [None, "weights"])
+def test_several_workers_without_a_job_are_warned_of(
+    shard: str | None, monkeypatch: pytest.MonkeyPatch, logical_cpus: list[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="WORLD_SIZE='2' counts several processes"):
+        tfpar.MultiWorker(devices=logical_cpus[:1], shard=shard)
+
+
+# The all-reduce between workers, as a function of the GPUs of all replicas
+
+
+# Two replicas a worker. Numbers are physical GPUs of any machine, 0 is a CPU.
+OWN = [11, 12, 13, 14]
+CPUS = [0, 0, 0, 0]
+ONE_ON_A_CPU = [11, 12, 13, 0]
+LOGICAL = [11, 12, 13, 13]
+SHARED_BY_WORKERS = [11, 12, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("all_reduce", "cards", "expected"),
+    [
+        ("auto", OWN, "nccl"),
+        ("nccl", OWN, "nccl"),
+        ("ring", OWN, "ring"),
+        ("auto", CPUS, "ring"),
+        ("auto", ONE_ON_A_CPU, "ring"),
+        ("auto", LOGICAL, "ring"),
+        ("auto", SHARED_BY_WORKERS, "ring"),
+        ("ring", SHARED_BY_WORKERS, "ring"),
+    ],
+)
+def test_nccl_is_chosen_where_every_replica_has_a_gpu_of_its_own(
+    all_reduce: Any, cards: list[int], expected: str
+) -> None:
+    assert choose(all_reduce, cards, num_workers=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("cards", "problem"),
+    [
+        (ONE_ON_A_CPU, "worker 1 trains on a CPU"),
+        (LOGICAL, "two replicas of worker 1 share one"),
+        (SHARED_BY_WORKERS, "workers 0 and 1 share one"),
+    ],
+)
+def test_nccl_is_refused_where_a_replica_has_no_gpu_of_its_own(cards: list[int], problem: str) -> None:
+    message = (
+        f"all_reduce='nccl' needs a GPU of its own for each replica, and {problem}. Give each worker its own, as "
+        "python -m tfpar.launch does, or use all_reduce='auto'."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        choose("nccl", cards, num_workers=2)
+
+
+@pytest.mark.parametrize(("cards", "expected"), [([11, 12], "nccl"), ([11, 11], "ring")])
+def test_gradients_travel_by_the_all_reduce_of_the_workers_gpus(
+    cards: list[int], expected: str, monkeypatch: pytest.MonkeyPatch, logical_cpus: list[str]
+) -> None:
+    made: list[Any] = []
+
+    class Group(multi_worker.Group):
+        def __init__(
+            self, devices: Any, num_members: int, implementation: Any = "ring", *others: Any, **options: Any
+        ) -> None:
+            made.append((num_members, implementation))
+            super().__init__(devices, num_members, implementation, *others, **options)
+
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setattr(multi_worker, "Group", Group)
+    monkeypatch.setattr(worker, "Group", Group)
+    monkeypatch.setattr(cluster, "card_numbers", lambda names: cards)
+    strategy = tfpar.MultiWorker(["CPU:0", "CPU:1"])
+    assert made == [(1, "ring"), (2, expected)], "messages between hosts go by a ring"
+    assert strategy._replicas.order == [0, 1], "known without NCCL, which these CPUs have not"

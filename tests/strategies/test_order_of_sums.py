@@ -41,21 +41,6 @@ def test_a_sum_of_three_has_the_same_bits_in_each_run() -> None:
     np.testing.assert_allclose(np.frombuffer(results.pop()).reshape(64, 64), expected + np.tanh(second), rtol=1e-12)
 
 
-def test_tensors_of_unequal_shapes_are_refused_as_by_tensorflow() -> None:
-    """Sums of two broadcast."""
-    step = tf.function(multi_step.alone(lambda: tf.add_n([tf.ones([3, 4]), tf.ones([1, 4]), tf.ones([3, 1])])))
-    with pytest.raises(ValueError, match="Dimension 0 in both shapes must be equal"):
-        step()
-
-
-def test_other_functions_keep_the_sum_of_tensorflow() -> None:
-    def step(value: tf.Tensor) -> tf.Tensor:
-        return tf.add_n([value, value, value])
-
-    graph = tf.function(step).get_concrete_function(tf.ones(3)).graph
-    assert [operation.type for operation in graph.get_operations()].count("AddN") == 1
-
-
 @pytest.mark.parametrize(
     "strategy",
     [

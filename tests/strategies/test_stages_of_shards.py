@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tests.strategies.test_tensor_parallel import assert_equal, divided, fitted, of_features, of_tokens, state, trained
-from tfpar._compat import tf_divided_memory
+from tests.strategies.test_tensor_parallel import assert_equal, divided, of_features, of_tokens, trained
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -127,127 +123,12 @@ def test_rules_choose_the_weights_of_all_stages(strategy: Any) -> None:
     assert divided(found[0].model) == {"up/kernel": (5, 5), "up/bias": (5, 5), "classes/kernel": (4, 3)}
 
 
-def test_each_shard_computes_its_part_and_no_weight_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(size, "gelu", kernel_regularizer="l2") for size in (64, FEATURES, 64, FEATURES)]
-        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
-        model.compile("adam", "mse")
-        return model
-
-    strategy = tfpar.Pipeline(2, 2, balance=[2, 2], devices=["CPU:3", "CPU:1", "CPU:2", "CPU:0"], num_shards=2)
-    trainer, (inputs, _) = tfpar.Trainer(build, strategy, seed=0), of_features(8)
-    trainer.fit(inputs, inputs, verbose=0)
-    for variable in (*trainer.model.weights, *trainer.model.optimizer.variables):
-        if tf_divided_memory.is_divided(variable):
-            devices = {piece.device[-5:] for piece in variable.value.pieces}
-            assert devices in ({"CPU:3", "CPU:1"}, {"CPU:2", "CPU:0"})
-
-    def gather(memory: Any) -> tf.Tensor:
-        raise AssertionError(f"{memory.name} is gathered")
-
-    monkeypatch.setattr(tf_divided_memory.DividedMemory, "read_value", gather)
-    spec = tf.TensorSpec([None, FEATURES], "float64")
-    step = tf.function(lambda *batch: strategy.train_step(trainer.model, batch), autograph=False)
-    graph = step.get_concrete_function(spec, spec).graph
-    products = collections.Counter(one.device[-5:] for one in graph.get_operations() if one.type == "MatMul")
-    assert products == {"CPU:0": 12, "CPU:2": 12, "CPU:3": 10, "CPU:1": 10}, "the inputs of the model need no gradient"
-
-
-@pytest.mark.extended
-def test_checkpoints_and_files_have_whole_weights(tmp_path: Path) -> None:
-    data = of_features(16)
-    strategies = [tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2), tfpar.TensorParallel(3), tfpar.SingleDevice()]
-
-    def results(strategies: list[tfpar.Strategy], folder: Path) -> Any:
-        for epochs, strategy in enumerate([*strategies, strategies[0]], 1):
-            trainer, _, _ = fitted(pairs, data, strategy, epochs=epochs, checkpoints=tfpar.Checkpoints(folder))
-        trainer.save(folder / "model.keras")
-        plain = keras.models.load_model(folder / "model.keras", {"Largest": Largest})
-        return state(trainer.model), plain.predict(data[0], verbose=0), trainer.predict(data[0], verbose=0)
-
-    found, alone = results(strategies, tmp_path / "found"), results([strategies[2]] * 3, tmp_path / "alone")
-    assert_equal(found, alone)
-    assert_equal(*found[1:])
-
-
-@pytest.mark.extended
-def test_a_model_moves_between_strategies() -> None:
-    strategies = [tfpar.Pipeline(2, 1, num_shards=2), tfpar.TensorParallel(2), tfpar.Pipeline(2, 2, num_shards=2)]
-    strategies += [tfpar.Pipeline(2, 1, devices=["CPU:0", "CPU:1"]), tfpar.Pipeline(1, 2, num_shards=3)]
-
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(size, "tanh") for size in (8, 6, CLASSES)]
-        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
-        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-        return model
-
-    def results(strategies: list[tfpar.Strategy]) -> list[np.ndarray]:
-        keras.utils.set_random_seed(0)
-        model = build()
-        for strategy in strategies:
-            trainer = tfpar.Trainer(model, strategy)
-            trainer.fit(*of_features(16), batch_size=8, shuffle=False, verbose=0)
-        return state(model)
-
-    assert_equal(results(strategies), results([tfpar.SingleDevice()] * len(strategies)))
-
-
-@pytest.mark.extended
-def test_frozen_layers_and_lora_after_another_compilation() -> None:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(size, "tanh", name=f"wide_{size}") for size in (16, 8, 12, 6)]
-        model = keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES, "softmax")])
-        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
-        return model
-
-    def run(strategy: tfpar.Strategy, rank: int = 0) -> tuple[list[np.ndarray], set[str]]:
-        trainer = tfpar.Trainer(build, strategy, seed=0)
-        trainer.fit(*of_features(16), batch_size=8, shuffle=False, verbose=0)
-        keras.utils.set_random_seed(1)
-        trainer.model.get_layer("wide_16").trainable = False
-        if rank:
-            trainer.model.get_layer("wide_12").enable_lora(rank)
-        trainer.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
-        trainer.fit(*of_features(16), batch_size=8, shuffle=False, verbose=0)
-        return state(trainer.model), {name for name in divided(trainer.model) if name.startswith("wide_1")}
-
-    def stages(num_shards: int) -> tfpar.Pipeline:
-        return tfpar.Pipeline(2, 2, balance="parameters", devices=DEVICES[: 2 * num_shards], num_shards=num_shards)
-
-    assert_equal(run(stages(2))[0], run(tfpar.SingleDevice())[0])
-    found, pieces = run(stages(2), rank=2)
-    assert_equal(found, run(stages(1), rank=2)[0])
-    assert pieces == {"wide_16/kernel", "wide_16/bias"}
-
-
 def test_preview_names_the_devices_of_a_stage() -> None:
     trainer = tfpar.Trainer(pairs, tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2), seed=0)
     preview = trainer.preview(tf.data.Dataset.from_tensor_slices(of_features()).batch(8))
     assert [row.device for row in preview.rows] == ["CPU:0 CPU:1", "CPU:2 CPU:3"]
     for line in ("2 stages of 2 shards on 4 devices", "up is divided by columns", "down is divided by rows"):
         assert str(preview).index(line) < str(preview).index("predicted"), "the figures of the step are the last lines"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_shards": 0}, "num_shards must be a whole number of at least 1, received 0"),
-        ({"num_shards": 3}, "2 stages of 3 shards under '1f1b' need 6 devices, and there are 4"),
-        ({"num_shards": 2, "devices": DEVICES[:3]}, "Each stage needs num_shards=2 devices, received 3 devices"),
-        ({"num_shards": 2, "memory_limit_bytes": 1}, "memory_limit_bytes is for stages on one device each"),
-        ({"num_shards": 2, "across_workers": True}, "across_workers is for stages on one device each"),
-        ({"layout": {"kernel": (None, "model")}}, "layout divides the weights of a stage over its devices, received"),
-        ({"num_shards": 2, "layout": {"kernel": (1, "model")}}, 'A rule of layout names at most one axis "model"'),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tfpar.Pipeline(2, 2, **arguments)
-
-
-def test_a_grid_of_too_many_shards_is_refused() -> None:
-    with pytest.raises(ValueError, match="a device for each of 2 replicas x 4 devices of the pipeline"):
-        tfpar.Hybrid(tfpar.Pipeline(2, 2, num_shards=2), num_replicas=2)
 
 
 def reading_elsewhere() -> keras.Model:
@@ -325,28 +206,3 @@ def test_what_needs_whole_weights_is_refused_before_the_first_step(
     trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters", num_shards=2), seed=0)
     with pytest.raises(ValueError, match=message):
         trainer.fit(*of_features(8), verbose=0)
-
-
-def test_an_optimizer_that_needs_whole_weights_is_refused_after_an_evaluation() -> None:
-    trainer = tfpar.Trainer(with_lamb, tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2), seed=0)
-    trainer.evaluate(*of_features(8), verbose=0)
-    with pytest.raises(ValueError, match="received Lamb"):
-        trainer.fit(*of_features(8), verbose=0)
-
-
-@pytest.mark.parametrize("strategy", [lambda: tfpar.Pipeline(2, 2, num_shards=2), lambda: tfpar.TensorParallel(2)])
-def test_an_optimizer_that_was_built_by_hand_has_its_state_in_pieces(strategy: Callable[[], tfpar.Strategy]) -> None:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(size, "tanh") for size in (8, 6, CLASSES)]
-        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
-        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-        return model
-
-    def run(strategy: tfpar.Strategy) -> list[np.ndarray]:
-        trainer = tfpar.Trainer(build, strategy, seed=0)
-        trainer.evaluate(*of_features(8), verbose=0)
-        trainer.model.optimizer.build(trainer.model.trainable_variables)
-        trainer.fit(*of_features(8), batch_size=8, verbose=0)
-        return state(trainer.model)
-
-    assert_equal(run(strategy()), run(tfpar.SingleDevice()))

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers, ops
 
 import tfpar
 from tests.support import parity_cases, small
@@ -27,12 +28,6 @@ def test_a_strategy_describes_its_devices() -> None:
     assert tfpar.Mirrored(TWO).describe() == "Mirrored over 2 replicas on CPU:0, CPU:1"
     assert tfpar.SingleDevice().num_replicas == 1
     assert tfpar.Mirrored(TWO).num_replicas == 2
-
-
-def test_a_strategy_names_the_parts_of_a_batch() -> None:
-    assert tfpar.SingleDevice().batch_parts == (1, "replica")
-    assert tfpar.Mirrored(TWO).batch_parts == (2, "replica")
-    assert tfpar.Pipeline(2, 8, devices=TWO).batch_parts == (8, "micro-batch")
 
 
 def test_only_a_pipeline_has_a_schedule_to_trace() -> None:
@@ -61,47 +56,6 @@ def test_a_device_may_be_written_as_tensorflow_does(name: str) -> None:
     assert trainer.model.weights[0].value.device.endswith("device:CPU:1")
 
 
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        (
-            ["CPU:0", "CPU:7"],
-            r"must name different devices of this machine, received \['CPU:0', 'CPU:7'\]\. There are:",
-        ),
-        (["CPU:0", "CPU:0"], "must name different devices"),
-        (["CPU:0", "/device:CPU:0"], "must name different devices"),
-        ([], r"must name at least one device, received \[\]"),
-    ],
-    ids=["unknown", "twice", "twice by two names", "none"],
-)
-def test_mirrored_refuses_devices_that_do_not_exist_or_come_twice(devices: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tfpar.Mirrored(devices)
-
-
-def test_single_device_refuses_a_device_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"devices of this machine, received \['TPU:0'\]\. There are:"):
-        tfpar.SingleDevice("TPU:0")
-
-
-@pytest.mark.parametrize("all_reduce", ["nccl", "hierarchical_copy"])
-def test_mirrored_refuses_an_all_reduce_for_gpus_on_cpus(all_reduce: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"all_reduce='{all_reduce}' needs GPUs, and the devices are \['CPU:0', 'CPU:1'\]"
-    ):
-        tfpar.Mirrored(TWO, all_reduce=all_reduce)
-
-
-def test_mirrored_refuses_an_unknown_all_reduce() -> None:
-    with pytest.raises(ValueError, match=r"all_reduce must be 'auto', .* received 'ring'"):
-        tfpar.Mirrored(TWO, all_reduce="ring")  # type: ignore[arg-type]
-
-
-def test_mirrored_refuses_packs_of_no_bytes() -> None:
-    with pytest.raises(ValueError, match="pack_bytes must be at least 1, received 0"):
-        tfpar.Mirrored(TWO, pack_bytes=0)
-
-
 def test_logical_cpus_cannot_be_changed_once_tensorflow_runs() -> None:
     tf.constant(1)
     tfpar.use_logical_cpus(4)  # as it is: no error
@@ -115,20 +69,6 @@ def test_logical_cpus_below_one_are_refused() -> None:
 
 
 # --- several models ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.extended
-def test_several_models_of_other_shapes_train_one_after_another_and_again() -> None:
-    """TensorFlow's default all-reduce on CPUs ends the process's collectives here."""
-    cases = [
-        (small.build_model, small.data),
-        (parity_cases.sequence_model, parity_cases.sequence_data),
-        (parity_cases.binary(), parity_cases.binary_data),
-    ]
-    trainers = [(tfpar.Trainer(build, tfpar.Mirrored(TWO)), data) for build, data in cases]
-    for _ in range(2):
-        for trainer, data in trainers:
-            assert np.isfinite(trainer.fit(data(), verbose=0).history["loss"]).all()
 
 
 # --- replicas without examples ----------------------------------------------------------------------------------------
@@ -274,10 +214,6 @@ def test_masks_differ_from_step_to_step_and_not_from_run_to_run() -> None:
     np.testing.assert_array_equal(masks(strategy, 2), two)
 
 
-def test_the_first_replica_drops_the_units_of_one_device() -> None:
-    np.testing.assert_array_equal(masks(tfpar.Mirrored(TWO), 1)[0], masks(tfpar.SingleDevice(), 1)[0])
-
-
 def normalized() -> keras.Model:
     layers = [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.9), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
@@ -313,19 +249,6 @@ def test_moving_statistics_are_the_mean_of_those_of_the_replicas(
     layer = trainer.model.layers[0]
     np.testing.assert_allclose(layer.moving_mean.numpy(), mean, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(layer.moving_variance.numpy(), variance, rtol=1e-4)
-
-
-def test_a_frozen_normalization_keeps_its_statistics() -> None:
-    def build() -> keras.Model:
-        model = normalized()
-        model.layers[0].trainable = False
-        model.compile("sgd", model.loss)
-        return model
-
-    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO))
-    before = trainer.model.layers[0].moving_mean.numpy()
-    trainer.fit(parity_cases.batches(9, 8), verbose=0)
-    np.testing.assert_array_equal(trainer.model.layers[0].moving_mean.numpy(), before)
 
 
 def test_a_batch_smaller_than_the_replicas_gives_each_the_statistics_of_all_of_it(
@@ -370,3 +293,43 @@ def test_python_and_numpy_convert_variables_of_replicas(in_scope: bool) -> None:
         assert (int(optimizer.iterations.value), float(optimizer.learning_rate.value)) == (7, float(rate))
         for array in (np.array(optimizer.learning_rate), keras.ops.convert_to_numpy(optimizer.learning_rate.value)):
             np.testing.assert_array_equal(array, rate)
+
+
+# Random numbers drawn without a seed in a layer's call: different on every replica, and repeatable
+
+
+class Noise(layers.Layer):
+    """Adds numbers of Keras' global generator."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal(ops.shape(inputs))
+
+
+def build() -> keras.Model:
+    features = keras.Input((5,))
+    model = keras.Model(features, layers.Dense(1)(Noise()(features)))
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_draws_without_a_seed_are_repeatable() -> None:
+    keras.random.normal((2,))  # the global generator is there before, outside of any scope
+    inputs = np.random.default_rng(0).normal(size=(16, 5)).astype("float32")
+    weights = []
+    for _ in range(2):
+        trainer = tfpar.Trainer(build, small.STRATEGIES["mirrored"](), seed=0)
+        losses = trainer.fit(inputs, inputs[:, :1], batch_size=8, epochs=2, verbose=0).history["loss"]
+        weights.append(trainer.model.get_weights())
+    assert len(set(losses)) == 2
+    small.assert_same_state(*weights)
+
+
+def test_the_generator_continues_from_its_state() -> None:
+    keras.utils.set_random_seed(3)
+    keras.random.normal((2,))
+    expected = np.asarray(keras.random.normal((2,)))
+    keras.utils.set_random_seed(3)
+    keras.random.normal((2,))
+    trainer = tfpar.Trainer(small.build_model, small.STRATEGIES["mirrored"](), seed=None)
+    trainer.fit(small.data(), verbose=0)
+    np.testing.assert_array_equal(np.asarray(keras.random.normal((2,))), expected)

@@ -107,28 +107,6 @@ def test_a_penalty_on_positions_counts_once() -> None:
     small.assert_trains_as_one_device(build, tokens, replicas, 1e-9)
 
 
-def test_seeds_of_layers_advance_as_on_one_device() -> None:
-    """Its rate drops nothing, so that the draws of replicas, which differ, do not count."""
-    build = model_of(lambda: Positions(of_shape), lambda: keras.layers.Dropout(1e-12, seed=3))
-    keras.utils.set_random_seed(0)
-    expected, trainer = build(), tfpar.Trainer(build, replicas(), seed=0)
-    expected.fit(tokens(), verbose=0)
-    trainer.fit(tokens(), verbose=0)
-    small.assert_same_state(small.state(trainer.model), small.state(expected), 1e-9)
-    assert int(expected.layers[1].seed_generator.state[1]) > 0
-
-
-class Remembers(keras.layers.Layer):
-    """Draws in a branch, and is built in a scope that recomputes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = keras.layers.Dropout(1e-12, seed=1)
-
-    def call(self, features: Any) -> Any:
-        return tf.cond(tf.shape(features)[0] > 0, lambda: self.dropout(features, training=True), lambda: features)
-
-
 def recomputed(build: Callable[[], keras.layers.Layer]) -> Callable[[], keras.layers.Layer]:
     def in_scope() -> keras.layers.Layer:
         with keras.RematScope(mode="full"):
@@ -137,69 +115,9 @@ def recomputed(build: Callable[[], keras.layers.Layer]) -> Callable[[], keras.la
     return in_scope
 
 
-def test_other_layers_may_be_recomputed_and_draw_in_branches() -> None:
-    build = model_of(lambda: Positions(of_shape), recomputed(keras.layers.LayerNormalization), Remembers)
-    small.assert_trains_as_one_device(build, tokens, replicas, 1e-9)
-
-
 def test_a_recomputed_table_equals_one_device() -> None:
     build = model_of(recomputed(lambda: Positions(of_shape)))
     small.assert_trains_as_one_device(build, tokens, replicas, 1e-9)
-
-
-@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
-def test_several_lookups_of_one_kind_equal_one_device(eagerly: bool) -> None:
-    def build() -> keras.Model:
-        numbers = keras.Input((LENGTH,), dtype="int32")
-        table, positions = keras.layers.Embedding(ROWS, 6), Positions(of_shape)
-        features = keras.layers.Flatten()(table(numbers) + table(numbers) + positions(numbers))
-        model = keras.Model(numbers, keras.layers.Dense(3)(features))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.01), loss, run_eagerly=eagerly)
-        return model
-
-    small.assert_trains_as_one_device(build, tokens, replicas, 1e-9, epochs=1)
-
-
-def sparse_and_dense() -> list[tf.data.Dataset]:
-    features = np.where(np.random.default_rng(1).uniform(size=(EXAMPLES, 12)) < 0.3, 1.5, 0.0)
-    labels = parity_cases.labels(EXAMPLES)
-    kinds = (tf.sparse.from_dense(features), features)
-    return [tf.data.Dataset.from_tensor_slices((kind, labels)).batch(7) for kind in kinds]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["sparse first", "dense first"])
-def test_sparse_and_dense_batches_of_one_model_equal_one_device(order: tuple[int, int]) -> None:
-    def build() -> keras.Model:
-        features = keras.Input((12,), sparse=True)
-        model = keras.Model(features, keras.layers.Dense(3)(keras.layers.Dense(8, "tanh")(features)))
-        model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    keras.utils.set_random_seed(0)
-    expected, trainer = build(), tfpar.Trainer(build, replicas(), seed=0)
-    for kind in order:
-        expected.fit(sparse_and_dense()[kind], verbose=0)
-        trainer.fit(sparse_and_dense()[kind], verbose=0)
-    small.assert_same_state(small.state(trainer.model), small.state(expected), 1e-9)
-
-
-class Measures(keras.layers.Layer):
-    """Has a metric of the values that it passes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = keras.metrics.Mean(name="mean_of_features")
-
-    def call(self, features: Any) -> Any:
-        self.mean.update_state(features)
-        return features
-
-
-def test_a_metric_in_a_layer_is_refused() -> None:
-    trainer = tfpar.Trainer(model_of(lambda: Positions(of_shape), Measures), replicas(), seed=0)
-    with pytest.raises(ValueError, match="can neither add a loss nor change a state"):
-        trainer.fit(tokens(), verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -221,21 +139,3 @@ def test_row_numbers_of_several_examples_are_refused() -> None:
     trainer = tfpar.Trainer(model_of(lambda: Positions(lambda numbers: keras.ops.max(numbers, 0))), replicas(), seed=0)
     with pytest.raises(ValueError, match=r"received 'positions(_\d+)?', which uses the whole batch"):
         trainer.fit(tokens(), verbose=0)
-
-
-def needs_five(labels: Any, outputs: Any) -> Any:
-    with tf.control_dependencies([tf.debugging.assert_greater(tf.shape(labels)[0], 4, "too few")]):
-        return keras.losses.sparse_categorical_crossentropy(labels, tf.identity(outputs), from_logits=True)
-
-
-def test_a_loss_that_fails_on_a_few_examples_is_refused_with_tables_alone() -> None:
-    def build(rows: Callable[[Any], Any] | None) -> keras.Model:
-        model = model_of(*[lambda: Positions(rows)] * (rows is not None))()
-        model.compile("adam", needs_five)
-        return model
-
-    tfpar.Trainer(lambda: build(None), replicas(), seed=0).fit(tokens().take(2), verbose=0)
-    trainer = tfpar.Trainer(lambda: build(of_shape), replicas(), seed=0)
-    message = r"must also train on a batch of its first four examples, .* failed with InvalidArgumentError"
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(tokens().take(2), verbose=0)

@@ -121,11 +121,6 @@ def test_a_rule_divides_a_small_layer_or_is_refused_with_the_reason() -> None:
         plan(offers, weights, 2, {"head/kernel": 2})
 
 
-def test_a_size_below_the_number_of_shards_is_a_reason() -> None:
-    offers = [dense("narrow", ("x",), 100, 2)]
-    assert plan(offers, weights_of(*offers), 3).whole == {"narrow": "3 shards need as many columns, received 2"}
-
-
 def test_a_weight_that_another_layer_reads_whole_stays_whole() -> None:
     table = Way("rows of the table", 100, {"table": Cut(0)})
     offers = [
@@ -150,15 +145,6 @@ def test_rules_choose_the_axis_and_leave_other_weights_whole() -> None:
     rules = check_rules({"first/kernel": (None, "model"), "third.*kernel": ["model", None]})
     layout = plan(offers, weights, 2, axes_by_rules(rules or {}, weights))
     assert names(layout) == ["columns", None, "rows"]
-
-
-def test_a_rule_that_no_way_of_the_layer_follows_is_refused() -> None:
-    offers = [whole("mixer", "x", weights=("mixer/kernel",))]
-    weights = {"mixer/kernel": Weight("mixer/kernel", (8, 8), 256)}
-    with pytest.raises(
-        ValueError, match=r"'mixer/kernel' at axis 1, which is not possible: layers of the class Lambda"
-    ):
-        plan(offers, weights, 2, {"mixer/kernel": 1})
 
 
 def test_a_rule_against_another_names_the_weight_of_the_other() -> None:

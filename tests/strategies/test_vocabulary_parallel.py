@@ -144,39 +144,3 @@ def test_an_own_loss_gathers() -> None:
     one = tfpar.Trainer(build, tfpar.SingleDevice(), seed=0)
     one.model.set_weights(found[2])
     np.testing.assert_allclose(found[3].predict(labels, verbose=0), one.predict(labels, verbose=0), rtol=1e-9)
-
-
-def test_many_classes_stay_in_pieces_after_a_pair() -> None:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(8, "gelu"), keras.layers.Dense(40, name="classes")]
-        model = keras.Sequential([keras.Input((6,)), *layers])
-        model.compile("sgd", sparse(from_logits=True))
-        return model
-
-    trainer = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0)
-    assert trainer.model.get_layer("classes").kernel.value.axis == 1
-
-
-@pytest.mark.parametrize("step", ["train_step", "evaluate_step"])
-def test_scores_of_stages_stay_on_the_devices_of_their_pieces(step: str) -> None:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(7, "gelu"), keras.layers.Dense(6, "tanh"), keras.layers.Dense(41, name="classes")]
-        model = keras.Sequential([keras.Input((6,)), *layers])
-        model.compile("adam", sparse(from_logits=True), metrics=[accuracy(), crossentropy(from_logits=True)])
-        return model
-
-    strategy = tfpar.Pipeline(2, 2, balance=[1, 2], num_shards=2)
-    trainer = tfpar.Trainer(build, strategy, seed=0)
-    inputs, labels = np.random.default_rng(0).normal(size=(8, 6)), np.arange(8)
-    trainer.fit(inputs, labels, verbose=0)
-    trainer.evaluate(inputs, labels, verbose=0)
-    specs = tf.TensorSpec([None, 6], "float64"), tf.TensorSpec([None], "int64")
-    traced = tf.function(lambda *batch: getattr(strategy, step)(trainer.model, batch), autograph=False)
-    devices: dict[int, set[str]] = {21: set(), 20: set()}
-    for operation in traced.get_concrete_function(*specs).graph.get_operations():
-        for tensor in (*operation.inputs, *operation.outputs):
-            if tensor.shape.rank == 2 and operation.type != "ReadVariableOp":
-                assert tensor.shape[-1] != 41, "no device has all scores"
-                if tensor.shape[-1] in devices:
-                    devices[tensor.shape[-1]].add(operation.device[-5:])
-    assert devices == {21: {"CPU:2"}, 20: {"CPU:3"}}
