@@ -9,6 +9,7 @@ from tfpar import config
 from tfpar.cluster import slurm
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", parsers.PARSERS)
 def test_malformed_inputs_end_in_a_value_or_in_one_sentence_a_problem(name: str) -> None:
     parsers.attack(name, num_inputs=60, seed=0)

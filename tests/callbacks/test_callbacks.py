@@ -79,6 +79,7 @@ def any_pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pa
     return pairs(request.param).reset()
 
 
+@pytest.mark.few(1)
 def test_early_stopping_stops_at_the_same_epoch_with_the_same_weights(any_pair: Pair) -> None:
     (expected, expected_history), (actual, history) = any_pair.both(
         lambda name: keras.callbacks.EarlyStopping("accuracy", patience=1, restore_best_weights=True), epochs=12
@@ -90,6 +91,7 @@ def test_early_stopping_stops_at_the_same_epoch_with_the_same_weights(any_pair: 
     any_pair.assert_equal()
 
 
+@pytest.mark.few(1)
 def test_reduce_lr_on_plateau_gives_the_same_rates(any_pair: Pair) -> None:
     (_, expected), (_, history) = any_pair.both(
         lambda name: keras.callbacks.ReduceLROnPlateau("val_accuracy", factor=0.5, patience=1), epochs=8
@@ -110,6 +112,7 @@ def test_csv_logger_writes_the_same_rows(pair: Pair, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.few(1)
 def test_model_checkpoint_saves_after_the_same_epochs_and_batches(any_pair: Pair, tmp_path: Path) -> None:
     any_pair.both(
         lambda name: [
@@ -167,6 +170,7 @@ def test_swap_ema_weights_gives_the_same_logs_and_weights(any_pair: Pair, swap_o
     any_pair.assert_equal()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
 def test_backup_and_restore_resumes_at_the_same_epoch(any_pair: Pair, tmp_path: Path, save_freq: Any) -> None:
     epochs: list[list[int]] = []

@@ -94,6 +94,7 @@ def uninterrupted(
     return Uninterrupted(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.few(1)
 def test_interrupted_again_and_again_equals_uninterrupted(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     """Each part runs in a new trainer; the uninterrupted run has many steps per call."""
     for step in INTERRUPTIONS:

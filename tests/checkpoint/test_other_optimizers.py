@@ -50,6 +50,7 @@ OTHERS: dict[str, tuple[Make, Make, str]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_state_of_another_optimizer_is_refused_and_no_weight_changes(

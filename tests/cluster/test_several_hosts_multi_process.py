@@ -150,6 +150,7 @@ def test_three_hosts_train_as_one_device(cut: Cut, script: Path, tmp_path: Path)
         assert json.loads(losses) == pytest.approx(json.loads(expected), rel=1e-5)
 
 
+@pytest.mark.extended
 def test_a_link_that_goes_down_is_noticed_in_time(cut: Cut) -> None:
     assert cut.noticed_seconds < 2 * SILENCE_SECONDS + 15
 

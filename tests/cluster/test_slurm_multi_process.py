@@ -190,7 +190,7 @@ def test_every_task_of_srun_knows_all_addresses_and_its_rank(cluster: Slurm) -> 
     ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "seen", "shares"),
     [

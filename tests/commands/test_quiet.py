@@ -183,7 +183,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
     return run(program, tmp_path_factory.mktemp("trained"))
 
 
-@pytest.mark.extended
 @pytest.mark.slow_start
 def test_a_script_that_trains_under_every_strategy_writes_nothing(trained: subprocess.CompletedProcess[str]) -> None:
     assert trained.stderr == ""
@@ -241,6 +240,7 @@ def test_the_level_0_shows_everything(tmp_path: Path) -> None:
     assert "port.cc" in written
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_after_tensorflow_the_rest_of_its_start_is_quiet(tmp_path: Path) -> None:
     program = "import sys, tensorflow as tf, keras\nprint('imported', file=sys.stderr, flush=True)\n"

@@ -43,7 +43,7 @@ def train(strategy: Callable[[], tfpar.Strategy], dataset: object) -> None:
     trainer.predict(slow(small.data()), verbose=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
     [tfpar.SingleDevice, lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]), lambda: tfpar.Pipeline(2, 2)],

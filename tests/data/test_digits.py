@@ -33,6 +33,7 @@ def test_digits_are_the_images_of_scikit_learn(digits: config.Data) -> None:
         assert np.bincount(labels).min() >= 25, "every digit is in both splits"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", [False, True])
 def test_the_order_is_fixed_by_the_seed_and_differs_between_epochs(digits: config.Data, cache: bool) -> None:
     def labels(seed: int) -> list[Any]:

@@ -37,7 +37,7 @@ def build(request: pytest.FixtureRequest) -> Build:
     return lambda: load(settings, global_batch_size=7, seed=5, augment=augment).train
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(build: Build) -> None:
     dataset = build()
     epochs = [epoch(dataset) for _ in range(4)]

@@ -25,6 +25,7 @@ def batches(data: Any) -> list[Any]:
     return epoch(data.global_batches() if isinstance(data, Sharded) else data)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_example_is_read_once_and_in_an_order_of_each_epoch(source: str, tmp_path: Path) -> None:
     loaded = load(settings(source, tmp_path), global_batch_size=16, seed=0)
@@ -48,7 +49,7 @@ def test_without_a_buffer_the_order_is_that_of_the_files(source: str, tmp_path: 
     assert stored.numbers(source, batches(loaded.train)) == list(range(stored.ROWS))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(source: str, tmp_path: Path) -> None:
     own = settings(source, tmp_path, validation_split="test" if source == "python" else None)
@@ -64,7 +65,7 @@ def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(source: str, t
         assert_same(epoch(fresh), epochs[at_epoch + 1], f"the epoch after {at_epoch}")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "shard_by"),
     [(source, shard_by) for source in SOURCES for shard_by in ("file", "example") if (source, shard_by) != NO_FILES],
@@ -88,7 +89,7 @@ def test_workers_with_shards_of_files_or_examples_read_the_examples_of_one_worke
         np.testing.assert_array_equal(joined, batch[0])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_share_holds_out_examples_that_are_never_trained_on(source: str, tmp_path: Path) -> None:
     changes = {"validation_share": 0.3, "validation_split": "test"}

@@ -81,6 +81,7 @@ def test_raw_columns_keep_their_names_and_types_and_labels_of_words_are_classes(
     assert loaded.num_train_examples == ROWS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shard_by", ["file", "example"])
 def test_workers_read_the_words_of_their_shards(shard_by: Any, tmp_path: Path) -> None:
     own = with_categories("parquet", tmp_path, shard_by=shard_by, num_shards=2, shuffle_buffer=100)
@@ -271,6 +272,7 @@ def test_settings_of_categories_that_cannot_be_are_refused(overrides: list[str],
     assert message in str(caught.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["csv", "parquet"])
 def test_rows_are_streamed(name: str, tmp_path: Path) -> None:
     """200,000 rows of 8 columns are 6.4 MB as float32; Python, NumPy and Arrow hold a part of them at a time."""

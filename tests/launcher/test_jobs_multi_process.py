@@ -205,6 +205,7 @@ def test_a_loss_that_explodes_stops_the_job_with_one_sentence(tmp_path: Path) ->
     assert not (tmp_path / "run" / "model.keras").exists()
 
 
+@pytest.mark.extended
 def test_workers_of_different_configurations_are_refused_by_all(tmp_path: Path) -> None:
     folder, rate = faults.prepare(tmp_path), settings("optimizer.learning_rate=0.5")
     chief, other = faults.places(2)

@@ -178,6 +178,7 @@ def test_fit_calls_every_hook_as_keras_does(both: Both, name: str) -> None:
     both.run("fit", data(), **settings)
 
 
+@pytest.mark.few(1)
 def test_fit_on_endless_data_calls_every_hook_as_keras_does(both: Both) -> None:
     both.run("fit", data().repeat(), epochs=2, steps_per_epoch=4)
 
@@ -227,6 +228,7 @@ def test_a_callback_ends_an_evaluation_and_a_prediction_of_endless_data(both: Bo
         assert [event[0] for event in events].count(f"on_{kind}_batch_end") == 2
 
 
+@pytest.mark.few(1)
 def test_a_callback_ends_the_validation_and_training_continues(step_by_step: Both) -> None:
     recorder = {"at": ("on_test_batch_end", 2), "sets": "stop_evaluating"}
     step_by_step.run("fit", data(), epochs=2, validation_data=data(), recorder=recorder)

@@ -28,12 +28,13 @@ from tests.support.small import assert_same_history, assert_same_state, state
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(MODELS, of_ci=[*MODELS][::2]), ids=lambda name: name.replace(" ", "_"))
 def test_a_model_trains_and_evaluates_as_on_one_device(name: str) -> None:
     assert_pipeline_equals_one_device(*MODELS[name], near_zero=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_first_batch_may_have_fewer_examples_than_there_are_micro_batches(schedule: str) -> None:
     def sizes(*sizes: int) -> tf.data.Dataset:
@@ -57,7 +58,7 @@ def test_a_first_batch_may_have_fewer_examples_than_there_are_micro_batches(sche
         )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("schedule", "num_hidden", "num_stages"),
     [("1f1b", 0, 1), ("zero_bubble", 1, 2), ("interleaved", 0, 1), ("interleaved", 2, 3)],

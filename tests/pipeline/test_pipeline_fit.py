@@ -149,6 +149,7 @@ def test_a_model_may_pass_inputs_through_to_its_outputs(strategy: str) -> None:
         np.testing.assert_allclose(outputs[name], values, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["pipeline", "shards"])
 def test_a_layer_may_give_another_shape_than_it_says(strategy: str) -> None:
     def build() -> keras.Model:

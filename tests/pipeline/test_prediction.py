@@ -57,6 +57,7 @@ def test_recomputation_lowers_the_memory_of_a_device_without_delayed_weight_grad
     assert most_bytes("zero_bubble", recompute=True) == most_bytes("zero_bubble", recompute=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "recompute", "expected"),
     [

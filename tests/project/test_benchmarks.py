@@ -93,6 +93,7 @@ def test_a_worker_that_fails_says_why_and_one_that_hangs_is_ended() -> None:
         process.ask("benchmarks.worker", {}, timeout_seconds=0.01)
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 @pytest.mark.slow_start
 @pytest.mark.parametrize("trainer", sampled(GPU_TRAINERS, of_ci=("pipeline",)))

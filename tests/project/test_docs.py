@@ -166,6 +166,7 @@ def test_a_step_of_keras_and_its_objectives_train_alike_on_one_device(
     assert {key: pytest.approx(expected[key], rel=1e-5) for key in logs} == {key: history[key] for key in logs}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("document", "diff"),
     [

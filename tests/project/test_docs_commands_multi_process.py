@@ -24,6 +24,7 @@ OF_CI = [command for command in COMMANDS if any(part in command for part in PART
 USERS_MODEL = "from tests.support.docstrings import _dataset as dataset, build_model\n"
 
 
+@pytest.mark.few(2)
 @pytest.mark.multi_process
 @pytest.mark.slow_start
 @pytest.mark.parametrize("command", sampled(COMMANDS, OF_CI))

@@ -16,6 +16,7 @@ FOUND = list(docstrings.collect())
 HERE = [one for one in FOUND if one.name not in (*docstrings.IN_A_JOB, *docstrings.IN_A_PROCESS)]
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("module", sorted({one.module for one in HERE}))
 def test_examples_in_docstrings_run(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logical_cpus: list[str]

@@ -98,6 +98,7 @@ def test_a_model_of_keras_hub_is_fine_tuned_in_two_phases(printed: dict[str, str
     assert float(first) > float(second) == float(third) > float(fourth)
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 def test_workers_print_the_loss_of_one_device(tmp_path: Path) -> None:
     script = str(EXAMPLES / "multi_worker.py")
@@ -107,6 +108,7 @@ def test_workers_print_the_loss_of_one_device(tmp_path: Path) -> None:
     assert difference <= ROUNDING
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("part", "folder"), [("", "perceptron"), ("pipeline", "perceptron_in_stages")])
 def test_the_trainer_of_ones_own_reports_the_worst_digit(
     capfd: pytest.CaptureFixture[str],

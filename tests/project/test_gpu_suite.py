@@ -30,6 +30,7 @@ def gpu_tests(*arguments: str) -> str:
     return ended.stdout.splitlines()[-1]
 
 
+@pytest.mark.extended
 def test_without_a_gpu_every_test_is_skipped() -> None:
     words = gpu_tests().split()
     assert words[1] == "skipped"

@@ -318,6 +318,7 @@ def test_a_file_that_holds_no_records_is_refused(
     assert_one_sentence(call("--config", "records.toml"), part)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("label", [4, -1])
 def test_a_label_out_of_range_is_named(call: command.InProcess, records: Path, split: str, label: int) -> None:
@@ -329,6 +330,7 @@ def test_a_label_out_of_range_is_named(call: command.InProcess, records: Path, s
 # Models
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -406,6 +408,7 @@ def test_a_trainer_of_the_users_own_is_checked(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Good", "Unbuilt"])
 def test_a_trainer_of_the_users_own_trains(call: command.InProcess, tmp_path: Path, name: str) -> None:
     outcome = call("--directory", "run", *settings(f"trainer=own.{name}", "training.epochs=2"))
@@ -511,6 +514,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(call: command.InProces
     assert config.load(tmp_path / "run" / "config.toml").data.num_features == 10
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("begun", "num_bytes"),
     [(False, 600), (True, 600), (True, 4000)],

@@ -147,6 +147,7 @@ def test_after_a_preemption_all_workers_save_at_the_same_step(preempted: Preempt
     assert "lost" not in preempted.two.err
 
 
+@pytest.mark.extended
 def test_a_request_to_stop_the_launcher_stops_all_with_a_checkpoint(preempted: Preempted) -> None:
     assert preempted.three.code == 143, preempted.three
     assert f"[0] Stopped after step {preempted.saved[1]}; a checkpoint is written." in preempted.three.out

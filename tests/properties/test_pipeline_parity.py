@@ -57,6 +57,7 @@ def test_the_rows_on_replicas_are_all_that_a_pipeline_trains_exactly_in_two_micr
     assert {row.schedule for row in ON_REPLICAS} == {"1f1b", "gpipe", "zero_bubble"}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "row",
     sampled([*ROWS, *ON_REPLICAS], of_ci=[*OF_CI, *OF_CI_ON_REPLICAS]),

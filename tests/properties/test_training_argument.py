@@ -158,14 +158,14 @@ def assert_as_keras(make: Callable[[], keras.Model], strategy: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["normalization", "dropout"])
 def test_layers_of_a_call_without_the_argument_run_as_in_inference(model: str, strategy: str) -> None:
     assert_as_keras(MODELS[model], STRATEGIES[strategy]())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["pipeline", "shards"])
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in ("normalization", "dropout")])
 def test_each_layer_receives_the_argument_of_keras(model: str, strategy: str) -> None:

@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_those_of_one_device(way: str) -> None:
     small.assert_trains_as_one_device(with_rows(WAYS[way]), tokens, epochs=1)
@@ -161,6 +161,7 @@ def of_positions(layer: Callable[[], layers.Layer] = Positions) -> keras.Model:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 def test_positions_of_batches_of_any_length_are_those_of_one_device(strategy: Callable[[], tfpar.Strategy]) -> None:
     def train(strategy: tfpar.Strategy) -> dict[str, np.ndarray]:
@@ -231,6 +232,7 @@ OF_LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 @pytest.mark.parametrize("read", OF_LOSSES)
 def test_rows_that_a_loss_reads_are_those_of_one_device(read: str, strategy: Callable[[], tfpar.Strategy]) -> None:
@@ -322,6 +324,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(OPTIMIZERS, of_ci=("RMSprop, clipped globally", "accumulated")))
 def test_optimizers_see_the_rows_of_one_device(name: str) -> None:
     small.assert_trains_as_one_device(lambda: parity_cases.lookups(OPTIMIZERS[name]), tokens, epochs=1)
@@ -338,6 +341,7 @@ def sparse_features() -> tf.data.Dataset:
     return one_hot.map(lambda features, labels: (tf.sparse.from_dense(features), labels))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 def test_a_dense_layer_on_sparse_features_equals_one_device(eager: bool) -> None:
     def build() -> keras.Model:
@@ -378,6 +382,7 @@ def embedding(policy: str) -> Callable[[], keras.Model]:
     return build
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 def test_rows_of_few_bits_are_those_of_one_device(strategy: Callable[[], tfpar.Strategy], policy: str) -> None:

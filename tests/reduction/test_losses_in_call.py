@@ -150,12 +150,13 @@ def endpoint(name: str) -> Callable[[], keras.Model]:
     return build
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(ENDPOINTS, of_ci=[*ENDPOINTS][1::2]))
 def test_a_loss_in_a_layer_equals_one_device(name: str) -> None:
     small.assert_trains_as_one_device(endpoint(name), pairs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", [own_call, in_the_graph], ids=["own call", "in the graph"])
 def test_a_loss_in_a_models_call_equals_one_device(build: Callable[[], keras.Model]) -> None:
     small.assert_trains_as_one_device(build, pairs)
@@ -203,6 +204,7 @@ def of_a_pipeline() -> tf.data.Dataset:
     return pairs(7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(OF_STAGES, of_ci=OF_STAGES[::4]))
 def test_a_loss_in_a_layer_of_a_pipeline_equals_one_device(name: str) -> None:
     small.assert_trains_as_one_device(endpoint(name), of_a_pipeline, pipeline)

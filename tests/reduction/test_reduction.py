@@ -260,7 +260,7 @@ DIVISIBLE = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sampled(DIVISIBLE, of_ci=[*DIVISIBLE][::2]))
 def test_losses_beside_keras_own_equal_one_device(name: str) -> None:
     keras.utils.set_random_seed(0)

@@ -83,6 +83,7 @@ class Slowing(keras.optimizers.SGD):
         self._learning_rate.assign(self._learning_rate * 0.5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make_optimizer", [Counting, Deciding, Slowing, lambda: keras.optimizers.AdamW(0.01)])
 @pytest.mark.parametrize(
     "make_strategy",

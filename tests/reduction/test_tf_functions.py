@@ -27,6 +27,7 @@ class InFunction(layers.Layer):
         return ops.tanh(inputs @ self.kernel)
 
 
+@pytest.mark.few(1)
 @small.each_splitting_strategy
 def test_a_layer_in_a_tf_function_trains_as_on_one_device(strategy: str) -> None:
     """Traced in a trial, its weights were constants in every later step of a pipeline."""

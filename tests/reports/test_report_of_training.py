@@ -84,6 +84,7 @@ OF_GRID = settings(
 )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trace", [[], ["--trace"]], ids=["planned", "traced"])
 def test_the_timeline_of_a_grid_has_the_stages_of_all_replicas(
     trace: list[str], call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

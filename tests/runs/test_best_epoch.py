@@ -45,6 +45,7 @@ def results(folder: Path) -> dict[str, float]:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("interrupted", [False, True], ids=["at once", "resumed"])
 def test_an_early_stop_is_said_and_the_results_are_of_the_restored_epoch(
     call: command.InProcess, tmp_path: Path, interrupted: bool

@@ -42,7 +42,7 @@ ASKED = [
 ON_TWO = ["strategy.num_logical_cpus=4", 'strategy.devices=["CPU:1", "CPU:2"]']
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("configuration", "layout", "described"),
     [

@@ -89,7 +89,7 @@ def replace() -> None:
     Path("runs/x/run.json").write_text('{"run": "another"}')
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("moment", "act", "kept_in"),
     [

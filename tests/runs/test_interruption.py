@@ -39,6 +39,7 @@ def test_a_run_resumes_in_the_process_that_began_it(
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
+@pytest.mark.few(1)
 def test_a_truncated_checkpoint_is_passed_over(crashed: RunDirectory, call: command.InProcess, tmp_path: Path) -> None:
     newest = sorted(crashed.checkpoints.iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:-200])
@@ -106,6 +107,7 @@ def signalled(call: command.InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path
     return [*SMALL, *settings("trainer=signalled.Signalled", "training.checkpoint_seconds=60")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_writes_one_checkpoint_from_which_the_run_resumes(
     signalled: list[str], call: command.InProcess, tmp_path: Path, number: signal.Signals

@@ -166,6 +166,7 @@ def test_the_header_describes_the_built_objects_and_the_record_leaves_out_unread
     assert "trained to its end already" in again.out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options", "monitor"),
     [

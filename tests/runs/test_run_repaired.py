@@ -61,7 +61,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -95,7 +95,7 @@ def test_a_finished_run_that_is_whole_changes_nothing(call: command.InProcess, d
     assert contents(directory.path, without=[".lock"]) == before
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", ["{broken", "[1]", '{"epoch": "2"}', '{"epoch": -1}', "9" * 5000, "[" * 99_999])
 def test_a_damaged_line_of_the_metrics_costs_no_other_line(
     call: command.InProcess, directory: RunDirectory, whole: Path, line: str

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]]] 
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_device(case: str) -> None:
     if case in ("BERT", "translator"):

@@ -30,6 +30,7 @@ DIVISIONS: dict[str, Callable[[], tfpar.Strategy]] = {
 by_division = pytest.mark.parametrize("division", DIVISIONS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.crossed
 @by_division
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -56,7 +57,7 @@ class Explodes(keras.layers.Layer):
         return pass_on(features)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @by_division
 def test_a_step_whose_scaled_gradients_are_not_finite_is_skipped_and_the_scale_halved(division: str) -> None:
     def build() -> keras.Model:
@@ -85,7 +86,7 @@ def without_gradient(labels: Any, outputs: Any) -> Any:
     return keras.ops.cast(keras.ops.argmax(outputs, -1), "float32")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @by_division
 def test_a_loss_without_any_gradient_is_refused_as_with_keras(division: str) -> None:
     trainer = tfpar.Trainer(parity_cases.classifier(loss=lambda: without_gradient), DIVISIONS[division](), seed=0)
@@ -100,7 +101,7 @@ def frozen() -> keras.Model:
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @by_division
 def test_a_model_without_trained_weights_is_named_and_measured_as_with_keras(division: str) -> None:
     with pytest.warns(UserWarning, match="does not have any trainable weights") as noted:

@@ -41,7 +41,7 @@ def spoil_scores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ignore_class, summed", "tied", "soft cap, not tied"])
 def test_equals_one_device_and_scores_of_all_rows_are_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())
@@ -72,6 +72,7 @@ def test_scores_of_examples_without_positions_are_never_read_either(monkeypatch:
     assert spoilt
 
 
+@pytest.mark.extended
 def test_scores_that_take_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES["softmax"], "softmax", tfpar.SingleDevice())
     # The pieces of 4 classes take more for 25 positions, and less for the 15 of the last batch.

@@ -74,7 +74,7 @@ def shared() -> keras.Model:
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("build", "data", "strategy", "expected"),
     [
@@ -108,6 +108,7 @@ def test_equals_one_device(build: Any, data: Any, strategy: Any, expected: dict[
     assert build is not shared or "table/embeddings" not in pieces, "two stages read it"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -63,6 +63,7 @@ def model_of(*hidden: Callable[[], keras.layers.Layer]) -> Callable[[], keras.Mo
     return build
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["embedding, sparse gradients", "rows looked up in several ways"])
 def test_rows_of_every_kind_equal_those_of_one_device(name: str) -> None:
     case = test_parity.CASES[name]
@@ -71,6 +72,7 @@ def test_rows_of_every_kind_equal_those_of_one_device(name: str) -> None:
     assert not list(test_parity.differences(found, test_parity.reference(name, "float64"), "float64"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("optimizer", [None, "optimizer"], ids=["whole", "sharded"])
 def test_positions_have_one_row_of_the_gradient_as_on_one_device(optimizer: Any) -> None:
     build = model_of(lambda: Positions(of_shape))
@@ -85,6 +87,7 @@ class Numbers(keras.layers.Layer):
         return of_shape(numbers)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [4, 200], ids=["whole", "divided"])
 @pytest.mark.parametrize("shared", [False, True], ids=["a table of its own", "the table of the tokens"])
 @pytest.mark.parametrize("optimizer", [None, "optimizer"], ids=["whole state", "sharded state"])

@@ -136,7 +136,7 @@ def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("build", "data", "expected"),
     [
@@ -167,6 +167,7 @@ def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> N
     assert divided(trainer.model).items() >= expected.items()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("build", "data", "rules", "expected"),
     [
@@ -343,7 +344,7 @@ def test_saves_a_plain_file_that_trains_on_and_loads_weights(tmp_path: Path) -> 
     assert_equal(state(plain), state(trainer.model))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "optimizer",
     [

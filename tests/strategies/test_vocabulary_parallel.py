@@ -106,7 +106,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

@@ -54,6 +54,7 @@ def trained(build: Callable[[], keras.Model], dataset: tf.data.Dataset, strategy
     return trainer, history, logs, outputs, [weight.numpy() for weight in trainer.model.weights]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [{}, {"sparse": True}, {"others": True}], ids=["dense", "sparse", "two inputs"])
 def test_equals_one_device(kind: dict[str, bool]) -> None:
     expected = trained(lambda: wide(**kind), batches(**kind), tfpar.SingleDevice())

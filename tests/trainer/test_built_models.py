@@ -62,7 +62,7 @@ def test_a_model_that_exists_stays_under_its_strategy_unless_another_is_named() 
     assert tfpar.Trainer(small.build_model()).strategy.describe() == "SingleDevice on CPU:0"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @by_strategy
 def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> None:
     with computing_in("float64"):
@@ -79,6 +79,7 @@ def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> No
         np.testing.assert_allclose(kernel.numpy(), reference.get_weights()[0], err_msg="what a user holds stays valid")
 
 
+@pytest.mark.extended
 def test_a_model_moves_from_strategy_to_strategy_and_back() -> None:
     with computing_in("float64"):
         # After a move, Keras' own `fit` does not find a weight of `var_list` again.
@@ -100,7 +101,7 @@ def test_a_model_moves_from_strategy_to_strategy_and_back() -> None:
 # --- tfpar.evaluate, tfpar.predict ------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @by_strategy
 def test_evaluate_and_predict_of_a_model_and_of_one_derived_from_it(strategy: str) -> None:
     reference = trained_model()

@@ -62,7 +62,7 @@ def trainer_of(kind: type[OwnLoss], strategy: str) -> tfpar.Trainer:
     return tfpar.Trainer(lambda: build(kind), STRATEGIES[strategy](), seed=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_gets_training_true_in_training_and_false_in_evaluation(strategy: str) -> None:
     trainer = trainer_of(OwnLoss, strategy)
@@ -78,7 +78,7 @@ def test_it_gets_training_true_in_training_and_false_in_evaluation(strategy: str
     assert other.model.asked == {True, False}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [SumsInTraining, AveragesInTraining], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_that_differs_in_training_equals_one_device(strategy: str, kind: type[OwnLoss]) -> None:
@@ -151,7 +151,7 @@ def two_targets(size: int, drop_remainder: bool) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((inputs, (first, second))).batch(size, drop_remainder)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", ["mse", ["mse", "mae"], {"a": "mae", "b": "mse"}], ids=["one", "two", "by name"])
 @pytest.mark.parametrize("drop_remainder", [False, True])
 @pytest.mark.parametrize("strategy", small.SPLITTING_STRATEGIES)
@@ -196,6 +196,7 @@ def vectorized() -> keras.Model:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*layer call for 2 stages")
 @pytest.mark.parametrize("build", [penalizes_inputs, vectorized], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("strategy", small.SPLITTING_STRATEGIES)
@@ -228,6 +229,7 @@ def boxes(lengths: list[int]) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((parity_cases.inputs(len(lengths)), classes)).batch(4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
 def test_an_image_without_boxes_beside_others_trains_as_on_one_device(strategy: str) -> None:
     small.assert_trains_as_one_device(finds_classes, lambda: boxes([0, 3, 2, 1, 1, 4, 2, 2]), STRATEGIES[strategy])

@@ -55,6 +55,7 @@ def new_trainer(strategy: Callable[[], tfpar.Strategy] = tfpar.SingleDevice) -> 
     return tfpar.Trainer(small.build_model, strategy(), seed=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", small.STRATEGIES.values(), ids=small.STRATEGIES)
 def test_ctrl_c_writes_a_checkpoint_from_which_fit_resumes(
     strategy: Callable[[], tfpar.Strategy], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -29,7 +29,7 @@ SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCOPES)
 def test_fit_equals_keras_fit_called_twice_and_does_not_compile_again(name: str) -> None:
     with SCOPES[name]():

@@ -41,6 +41,7 @@ def trainer(request: pytest.FixtureRequest) -> tfpar.Trainer:
     return tfpar.Trainer(build, request.param(), seed=0)
 
 
+@pytest.mark.few(2)
 def test_a_label_out_of_range_is_named_also_in_a_later_step_of_a_call(trainer: tfpar.Trainer) -> None:
     tokens, labels = examples()
     labels[NUM_EXAMPLES - 3] = 77
@@ -65,6 +66,7 @@ def test_a_label_out_of_range_is_named_where_shards_divide_the_classes() -> None
         tfpar.Trainer(build_wide, tfpar.TensorParallel(2)).fit(np.ones((16, 4)), labels, batch_size=8, verbose=0)
 
 
+@pytest.mark.few(2)
 def test_an_index_out_of_range_is_named_in_each_method(trainer: tfpar.Trainer) -> None:
     tokens, labels = examples()
     wrong = tokens.copy()
@@ -112,6 +114,7 @@ class SumToOne(keras.layers.Layer):
         return 2.0 * inputs
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["replicas", "pipeline"])
 def test_a_layer_may_assert_something_of_its_inputs(kind: str) -> None:
     def build_asserting() -> keras.Model:
@@ -143,6 +146,7 @@ def test_a_call_inside_of_a_function_is_refused(method: str) -> None:
         tf.function(lambda: getattr(trainer, method)(*data, verbose=0), autograph=False)()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["replicas", "pipeline"])
 def test_fit_inside_of_a_tape_is_refused_and_runs_where_the_tape_stops(kind: str) -> None:
     tokens, labels = examples()

@@ -96,6 +96,7 @@ def in_three_phases(verbs: Any, model: keras.Model) -> list[Any]:
     return [*found, fit(verbs), verbs.evaluate(**arrays(), return_dict=True)]
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_a_model_compiled_again_outside_of_the_scope_continues_training(strategy: str) -> None:
     assert_equal_to_keras(strategy, in_three_phases)
@@ -152,6 +153,7 @@ def with_a_built_optimizer(verbs: Any, model: keras.Model) -> list[Any]:
     return [*found, fit(verbs)]
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_an_optimizer_that_is_built_already_keeps_its_slots(strategy: str) -> None:
     assert_equal_to_keras(strategy, with_a_built_optimizer)
@@ -170,6 +172,7 @@ def freezing_without_compile(verbs: Any, model: keras.Model) -> list[Any]:
     return [*found, fit(verbs), _moved(verbs, base)]
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_a_change_of_trainable_waits_for_compile(strategy: str) -> None:
     """Keras traces a step once per compilation, with the weights that train then."""

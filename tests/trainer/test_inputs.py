@@ -97,7 +97,7 @@ FITS = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("strategy", "name"), sampled(FITS, of_ci=FITS[::2]))
 def test_fit_takes_it_as_keras_does(strategy: str, name: str) -> None:
     if name in cases.NEED_TORCH and not cases.HAS_TORCH:
@@ -114,6 +114,7 @@ def test_fit_takes_it_as_keras_does(strategy: str, name: str) -> None:
         assert arguments["x"].calls == calls, "the PyDataset is called as often as by Keras, in the same order"
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_evaluate_takes_it_as_keras_does(strategy: str) -> None:
     (trainer, again), (model, keras_again) = (trainer_of(cases.dense_model, strategy), keras_of(cases.dense_model))
@@ -128,6 +129,7 @@ def test_evaluate_takes_it_as_keras_does(strategy: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_predict_takes_it_as_keras_does(strategy: str) -> None:
     for kind, inputs in [
@@ -252,7 +254,7 @@ def test_arrow_columns_are_arrays(column: Any) -> None:
         assert trainer.evaluate(FEATURES, column, verbose=0) == trainer.evaluate(FEATURES, LABELS, verbose=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", sorted(set(STRATEGIES_AND_SHARDS) - {"pipeline"}))
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_optional_input_comes_and_goes(strategy: str, comes: bool) -> None:
@@ -269,6 +271,7 @@ def test_an_optional_input_comes_and_goes(strategy: str, comes: bool) -> None:
     np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_pipeline_keeps_to_the_optional_inputs_of_its_first_batch(comes: bool) -> None:
     trainer = tfpar.Trainer(cases.optional_model, STRATEGIES_AND_SHARDS["pipeline"](), seed=0)

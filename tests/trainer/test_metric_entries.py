@@ -127,6 +127,7 @@ def test_entries_that_follow_from_metrics_are_those_of_keras(strategy: str, kind
     assert_same(results_of(trainer), of_keras(kind))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["single_device", "mirrored"])
 def test_entries_are_those_of_keras_where_python_runs_every_step(strategy: str) -> None:
     trainer = tfpar.Trainer(build(Derived, run_eagerly=True), STRATEGIES[strategy](), seed=0)

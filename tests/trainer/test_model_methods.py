@@ -74,7 +74,7 @@ def assert_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -
             np.testing.assert_allclose(one[name], values, **EXACT, err_msg=f"{name}, epoch {epoch}")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_methods_in_callbacks_equal_one_device(strategy: str) -> None:
     trainer = tfpar.Trainer(small.build_model, STRATEGIES[strategy](), seed=0)
@@ -124,7 +124,7 @@ MOVING: dict[str, Callable[[], tfpar.Strategy]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", MOVING)
 def test_methods_called_before_the_weights_move_see_the_trained_weights(strategy: str) -> None:
     """Keras keeps its traced functions, with the memory that the weights had."""
@@ -193,6 +193,7 @@ def trained_inside(model: keras.Model) -> tuple[Any, ...]:
     return history, evaluated, student.predict(features, batch_size=8, verbose=0), *model.get_weights()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["mirrored", "optimizer sharded"])
 def test_a_model_inside_of_a_mirrored_one_trains_by_its_own_methods_as_on_one_device(strategy: str) -> None:
     keras.utils.set_random_seed(0)

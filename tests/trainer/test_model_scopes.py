@@ -56,8 +56,8 @@ def assert_equal_runs(found: list[Any], expected: list[Any]) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.crossed
-@pytest.mark.few(4)
 @pytest.mark.parametrize("inside", [False, True], ids=["after the scope", "inside"])
 @pytest.mark.parametrize("method", [of_the_model, of_tfpar], ids=["model.fit", "tfpar.fit"])
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -86,6 +86,7 @@ def test_a_file_that_is_loaded_in_a_scope_trains_on(name: str, tmp_path: Path) -
     assert_equal_runs(run(model, of_the_model), run(reference, of_the_model))
 
 
+@pytest.mark.few(1)
 def test_a_trainer_moves_a_model_to_another_strategy_for_good() -> None:
     with STRATEGIES["pipelines"]().scope():
         model = built()

@@ -65,6 +65,7 @@ class OwnMetrics(Line):
         return [metric for metric in self._metrics if metric.name == "error"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", small.STRATEGIES)
 def test_the_entry_loss_exists_and_begins_anew_in_each_epoch_where_a_model_overrides_metrics(strategy: str) -> None:
     def build() -> keras.Model:
@@ -94,6 +95,7 @@ def test_the_optimizer_of_compile_counts_steps_without_weights_and_may_accumulat
     assert int(trainer.model.optimizer.iterations) == 3  # six steps
 
 
+@pytest.mark.few(1)
 def test_an_interrupted_training_resumes_with_all_optimizers(tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         single_batches = True

@@ -84,6 +84,7 @@ class Doubling(keras.layers.Dense):
         return super().__call__(inputs * 2.0, *args, **kwargs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["weights sharded", "pipeline", "tensor parallel"])
 def test_a_layer_runs_its_own_call_operator_once(name: str) -> None:
     small.assert_trains_as_one_device(lambda: with_loss(classifier(Doubling(4, "tanh"))), small.data, STRATEGIES[name])
@@ -129,6 +130,7 @@ class GradientByWeights(GradientPenalty):
         return loss + 0.1 * keras.ops.sum(tape.gradient(loss, self.head.bias) * [1.0, 2.0, 3.0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "build",

@@ -82,7 +82,7 @@ GIVEN: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "given"),
     [*((one, "a shuffled dataset") for one in WITH), ("pipeline", "arrays"), ("pipeline", "a PyDataset")],

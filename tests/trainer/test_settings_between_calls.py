@@ -35,7 +35,7 @@ def trainer_of(strategy: str) -> tfpar.Trainer:
     return tfpar.Trainer(by_function, ALL_STRATEGIES[strategy](), seed=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [add_activity_regularizer, change_activation], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("strategy", DIVIDING)
 def test_settings_changed_before_the_first_call_take_effect(
@@ -125,7 +125,7 @@ def annealed() -> keras.Model:
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["mirrored", *DIVIDING])
 def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
     def train(verbs: Any) -> list[float]:
@@ -140,7 +140,7 @@ def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_a_quantized_model_evaluates_and_predicts_without_compile_and_trains_after_it(strategy: str) -> None:
     keras.utils.set_random_seed(0)

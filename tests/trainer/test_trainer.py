@@ -84,6 +84,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_fit_equals_keras_fit(twins: Twins, name: str) -> None:
@@ -117,6 +118,7 @@ def test_fit_takes_weighted_arrays_and_holds_the_last_rows_out(twins: Twins) -> 
     twins.assert_same_fit(inputs(), labels(), sample_weight=weights, **settings)
 
 
+@pytest.mark.few(1)
 def test_shuffled_arrays_have_an_order_of_their_own_every_epoch_fixed_by_the_seed(twins: Twins) -> None:
     seen: list[list[float]] = []
     for seed in (0, 0, 1):
@@ -178,6 +180,7 @@ def test_predict_equals_keras_in_the_order_of_the_inputs(twins: Twins, steps: in
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @by_strategy
 @pytest.mark.parametrize("as_dict", [True, False], ids=["dict", "list"])
 def test_several_outputs_come_as_keras_gives_them(strategy: str, as_dict: bool) -> None:
@@ -213,6 +216,7 @@ def features(*names: str) -> dict[str, np.ndarray]:
     return {name: np.random.default_rng(0).normal(size=(9, sizes[name])).astype("float32") for name in names}
 
 
+@pytest.mark.few(1)
 @by_strategy
 @pytest.mark.parametrize(
     ("as_dict", "names"), [(False, ("a", "b")), (True, ("a", "b")), (True, ("a", "b", "unused"))],
@@ -344,6 +348,7 @@ MODELS = {
 }
 
 
+@pytest.mark.few(2)
 @by_strategy
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights", "ignore:Gradients do not exist")
@@ -391,6 +396,7 @@ def test_run_eagerly_runs_python_at_every_step(logical_cpus: list[str]) -> None:
 # --- not a number -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_checkpoint(
     strategy: str, tmp_path: Path
@@ -417,6 +423,7 @@ def _built(trainer: tfpar.Trainer) -> keras.Model:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [*small.STRATEGIES.values(), lambda: tfpar.Pipeline(2, 2)])
 def test_a_model_that_is_not_compiled_predicts_and_is_refused_by_fit_and_evaluate(strategy: Any) -> None:
     keras.utils.set_random_seed(0)
@@ -531,6 +538,7 @@ def test_a_model_built_outside_the_scope_is_moved_into_it_unless_it_holds_bare_v
 # --- randomness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_the_same_seed_gives_the_same_run_twice(strategy: str) -> None:
     """Dropout's masks too."""

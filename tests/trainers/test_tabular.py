@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "overrides", "metric", "limit"),
     [
@@ -89,6 +89,7 @@ def colors(folder: Path, **changes: Any) -> config.Run:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict")  # Keras cannot name an input a/b
 def test_the_saved_model_takes_raw_columns_and_has_the_weights_of_one_device(name: str, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ UNLIKE: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", UNLIKE)
 def test_blocks_that_differ_train_as_on_one_device(name: str) -> None:
     def build() -> keras.Model:

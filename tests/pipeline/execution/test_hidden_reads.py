@@ -116,6 +116,7 @@ STAGED: dict[str, Callable[[], tfpar.Strategy]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["reads", "recompute_grad"])
 @pytest.mark.parametrize("strategy", STAGED)
 def test_a_weight_that_is_no_argument_is_refused_in_stages(strategy: str, way: str) -> None:
@@ -125,11 +126,13 @@ def test_a_weight_that_is_no_argument_is_refused_in_stages(strategy: str, way: s
     assert trainer.predict(small.data(), verbose=0).shape == (73, 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STAGED)
 def test_a_weight_that_is_an_argument_trains_in_stages_as_on_one_device(strategy: str) -> None:
     small.assert_trains_as_one_device(build("takes"), small.data, STAGED[strategy])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["reads", "recompute_grad"])
 def test_replicas_train_a_weight_that_is_no_argument_as_one_device(way: str) -> None:
     small.assert_trains_as_one_device(build(way), small.data)

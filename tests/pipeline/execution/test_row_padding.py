@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset]
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_padded_micro_batches_train_as_one_device(name: str) -> None:
     build, dataset, settings = CASES[name]

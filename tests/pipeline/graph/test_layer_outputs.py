@@ -77,7 +77,7 @@ def build(layer: type) -> keras.Model:
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layer", [Looks, Block, Scaled], ids=lambda layer: layer.__name__)
 def test_a_model_trains_as_on_one_device(layer: type, strategy: str) -> None:

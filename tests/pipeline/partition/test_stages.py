@@ -212,11 +212,13 @@ def test_the_last_stage_gives_the_mask_of_an_output() -> None:
     np.testing.assert_array_equal(found._keras_mask, WORDS != 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", architectures.DIFFERENT)
 def test_architectures_give_the_unsplit_output_in_2_4_and_8_stages(name: str) -> None:
     architectures.check(name)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "num_stages"), sampled(architectures.RUN_IN_THE_SUITE.items(), of_ci=[("MobileNet", 2)])
 )
