@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable, Iterator
@@ -41,11 +42,11 @@ class Runs:
     Args:
         root: An empty folder.
         jobs: The jobs of workers that all train.
-        lending: A job of which the first process uses the devices of the other.
+        stack: Ends a job of which the first process uses the devices of the other.
     """
 
-    def __init__(self, root: Path, jobs: workers.Pool, lending: workers.Job) -> None:
-        self._root, self._jobs, self._lending = root, jobs, lending
+    def __init__(self, root: Path, jobs: workers.Pool, stack: contextlib.ExitStack) -> None:
+        self._root, self._jobs, self._stack = root, jobs, stack
 
     def ended(self, first: str, second: str) -> list[matrix.Ended]:
         """Begin a run under a layout; end it under another one; return the results of every process of the second."""
@@ -59,6 +60,10 @@ class Runs:
             self._call(begin, layout, folder)
         return folder
 
+    @functools.cached_property
+    def _lending(self) -> workers.Job:
+        return self._stack.enter_context(workers.started())
+
     def _call(self, function: Callable[..., Any], layout: str, folder: Path) -> list[Any]:
         if layout in matrix.IN_ONE_PROCESS:
             return [function(layout, folder)]
@@ -69,8 +74,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(logical_cpus: list[str], jobs: workers.Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with workers.started() as lending:
-        yield Runs(tmp_path_factory.mktemp("matrix"), jobs, lending)
+    with contextlib.ExitStack() as stack:
+        yield Runs(tmp_path_factory.mktemp("matrix"), jobs, stack)
 
 
 @pytest.fixture(scope="module")

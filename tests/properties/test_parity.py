@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -86,21 +85,6 @@ def train(case: Case, fit: Any, model: keras.Model, **more: Any) -> Result:
     validation = {"validation_data": data} if case.validates else {}
     history = fit(data, epochs=case.epochs, verbose=0, **case.fit, **validation, **more).history
     return history, [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
-
-
-def train_in_shards(case: Case, trainer: tfpar.Trainer) -> Result:
-    """Train on this worker; with sharded state the chief alone returns the optimizer's, that of all workers."""
-    with contextlib.ExitStack() as stack:
-
-        def fit(*arguments: Any, **settings: Any) -> keras.callbacks.History:
-            history = trainer.fit(*arguments, **settings)
-            stack.enter_context(trainer.strategy.whole_state(trainer.model))
-            return history
-
-        weights_alone = SimpleNamespace(get_weights=trainer.model.get_weights, optimizer=SimpleNamespace(variables=[]))
-        has_all = trainer.strategy.is_chief or not trainer.strategy.divides_state
-        model: Any = trainer.model if has_all else weights_alone
-        return train(case, fit, model, steps_per_call=case.steps_per_call)
 
 
 @once.in_a_run

@@ -173,7 +173,10 @@ def sent_bytes(layout: str, shard: str | None) -> float:
     return total
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one device", marks=pytest.mark.extended), "two devices", "stages"])
+@pytest.mark.parametrize(
+    "layout",
+    ["one device", *(pytest.param(layout, marks=pytest.mark.extended) for layout in ("two devices", "stages"))],
+)
 def test_replicas_and_stages_send_the_new_weights_in_addition_to_the_gradients(job: workers.Job, layout: str) -> None:
     for without, of_shards in zip(*(job.run(sent_bytes, layout, shard) for shard in SHARD), strict=True):
         assert without > 4 * 8 * 32 * 32, "all gradients"
