@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support.parity_cases import batches, classifier
 from tests.support.small import STRATEGIES
+from tfpar._compat import typical_draws
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -91,3 +93,10 @@ def test_a_loss_may_draw_at_random() -> None:
         trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 1, balance="parameters"), seed=0)
         found = trainer.fit(batches(10, 4), epochs=2, verbose=0).history
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+
+
+def test_data_that_another_thread_augments_during_a_trial_are_random() -> None:
+    with typical_draws.typical_draws() as drawn, ThreadPoolExecutor(1) as thread:
+        assert len(set(keras.random.uniform((4,)).numpy())) == 1
+        assert len(set(thread.submit(lambda: tf.random.uniform((4,))).result().numpy())) == 4
+    assert drawn == ["uniform"]

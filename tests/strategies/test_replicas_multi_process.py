@@ -15,31 +15,32 @@ import tensorflow as tf
 from keras import ops
 
 import tfpar
-from tests.pipeline.graph.test_batch_dependence_in_inference import in_inference
 from tests.reduction.test_indexed_slices import embedding, tokens
 from tests.reduction.test_losses_in_call import pairs, weighted, with_endpoint
-from tests.reduction.test_scalar_losses import contrast, mean, mean_accuracy, total, two_outputs, with_loss
-from tests.strategies.test_batch_dependence_replicas import BATCH_DEPENDENT, Gathers, with_layer
-from tests.support import category_cases, objective_cases, parity_cases, small, workers
+from tests.support import category_cases, objective_cases, parity_cases, small, verdict_layers, workers
 from tests.support import multi_worker_cases as cases
+from tests.support.parity_cases import classifier
+from tests.support.verdict_layers import MIXING, Centred, Gathers, Similar
+from tests.support.verdict_losses import contrast, mean, mean_accuracy, total, two_scalars
+from tests.support.verdicts import Applies
 from tfpar import config
 from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 
 TRAINED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "centred": (BATCH_DEPENDENT["centred"], small.data),
-    "own call": (BATCH_DEPENDENT["own"], small.data),
-    "gathers by itself": (with_layer(lambda x: Gathers()(x)), cases.SHARDED["by example, uneven"]),
+    "centred": (classifier(layers=lambda: [Centred()]), small.data),
+    "own call": (MIXING["in a model's own call"].build, MIXING["in a model's own call"].data),
+    "gathers by itself": (classifier(layers=lambda: [Gathers()]), cases.SHARDED["by example, uneven"]),
     "loss in a layer": (with_endpoint(weighted(), loss=None), pairs),
     "rows": (parity_cases.lookups, lambda: parity_cases._tokens(11)),
     "rows of bfloat16": (embedding("bfloat16"), tokens),
     "rows of float16 scaled": (embedding("mixed_float16"), tokens),
-    "scalar loss and metric": (with_loss(mean, metrics=[mean_accuracy]), small.data),
-    "scalar loss, sharded": (with_loss(mean), cases.SHARDED["by example, uneven"]),
-    "scalar sum, chief without data": (with_loss(total), cases.SHARDED["by file, worker 0 has nothing"]),
-    "scalar loss that gathers": (with_loss(contrast), small.data),
-    "scalars of two outputs": (two_outputs, parity_cases.two_outputs_data(as_dict=True)),
+    "scalar loss and metric": (classifier(loss=lambda: mean, metrics=[mean_accuracy]), small.data),
+    "scalar loss, sharded": (classifier(loss=lambda: mean), cases.SHARDED["by example, uneven"]),
+    "scalar sum, chief without data": (classifier(loss=lambda: total), cases.SHARDED["by file, worker 0 has nothing"]),
+    "scalar loss that gathers": (classifier(loss=lambda: contrast), small.data),
+    "scalars of two outputs": (two_scalars, parity_cases.two_outputs_data(as_dict=False)),
     "contrastive": (objective_cases.contrastive, objective_cases.views),
 }
 IN_CI = (
@@ -79,7 +80,8 @@ def test_two_workers_equal_one_device(job: workers.Job, name: str) -> None:
 
 
 def predicted_by(strategy: tfpar.Strategy) -> Any:
-    return tfpar.Trainer(BATCH_DEPENDENT["similar"], strategy, seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
+    build = classifier(layers=lambda: [Similar()])
+    return tfpar.Trainer(build, strategy, seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
 
 
 def predict() -> Any:
@@ -94,7 +96,7 @@ def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Job) -> No
 
 
 def fit_mean() -> None:
-    fit(cases.one_device_each(), BATCH_DEPENDENT["mean"], small.data())
+    fit(cases.one_device_each(), MIXING["operation between layers"].build, MIXING["operation between layers"].data())
 
 
 def test_every_worker_refuses_batch_dependent_layers(job: workers.Job) -> None:
@@ -107,7 +109,8 @@ def test_every_worker_refuses_batch_dependent_layers(job: workers.Job) -> None:
 
 def evaluated_by(strategy: tfpar.Strategy) -> Any:
     """Fit with validation data, and predict, with a layer that is batch-dependent in inference only."""
-    trainer = tfpar.Trainer(in_inference, strategy, seed=0)
+    build = classifier(layers=lambda: [Applies(verdict_layers.in_mode(False))])
+    trainer = tfpar.Trainer(build, strategy, seed=0)
     history = trainer.fit(small.data(), validation_data=small.data(), verbose=0).history
     return history, trainer.predict(parity_cases.inputs(19), 9, verbose=0)
 
@@ -123,7 +126,7 @@ def test_layers_that_mix_in_inference_are_gathered_there_or_refused_on_every_wor
         np.testing.assert_allclose(result[1], outputs, rtol=1e-5, atol=1e-6)
     for result in job.outcomes(functools.partial(evaluate, gathers=False)):
         assert isinstance(result, workers.Raised)
-        assert "'centred' in inference, where an example depends on the others" in result.message
+        assert "'tested' in inference, where an example depends on the others" in result.message
 
 
 def train_words(source: str, shard_by: str, checkpoints: Path) -> Any:
