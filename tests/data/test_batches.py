@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 
-from tfpar.data import as_dataset, class_weights, num_rows, split_batch
+from tfpar.data import as_dataset, class_weights, num_rows, split_batch, with_equal_rows
 
 CLASSES = np.array([0, 2, 1, 2, 0, 1])
 
@@ -132,3 +132,15 @@ def test_the_rows_of_a_batch_are_those_of_its_first_tensor() -> None:
     assert {num_rows(batch).dtype for batch in batches} == {tf.int64}
     with pytest.raises(ValueError, match=r"at least one tensor, but is \(None, None\)"):
         num_rows((None, None))
+
+
+def test_different_numbers_of_rows_are_refused_without_a_batch() -> None:
+    with pytest.raises(ValueError, match="Received 3, 2 rows in inputs, targets"):
+        with_equal_rows((tf.zeros([3, 1]), tf.zeros([2])))
+
+
+def test_ragged_and_sparse_tensors_of_equal_rows_stay_as_they_are() -> None:
+    leaves = [tf.ragged.constant([[1.0], []]), tf.sparse.from_dense([[0.0, 1.0], [0.0, 0.0]])]
+    ((first, *others),) = tf.data.Dataset.from_tensors((tf.ones([2, 1]), *leaves)).map(lambda *b: with_equal_rows(b))
+    assert first.shape == (2, 1)
+    assert [*map(type, others)] == [*map(type, leaves)]

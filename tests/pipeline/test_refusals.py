@@ -8,54 +8,13 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from keras import layers, ops
+from keras import layers
 
 import tfpar
 from tests.support.parity_cases import NUM_CLASSES, NUM_FEATURES
-from tests.support.pipeline_models import NUM_EXAMPLES, Build, crossentropy, labelled, sequential
+from tests.support.pipeline_models import crossentropy, labelled
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
-
-
-class Centred(layers.Layer):
-    """Subtracts the mean of the batch."""
-
-    def call(self, features: Any) -> Any:
-        return features - ops.mean(features, axis=0, keepdims=True)
-
-
-class DependsOnTraining(keras.Model):
-    """Applies other operations in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.last = layers.Dense(4), layers.Dense(NUM_CLASSES)
-
-    def call(self, features: Any, training: bool = False) -> Any:
-        return self.last(2 * self.dense(features) if training else self.dense(features))
-
-
-class ScalesLoss(keras.Model):
-    """Transforms the sum of all losses, penalties included."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return 2 * super().compute_loss(*args, **kwargs)
-
-
-def own_loss(kind: type[keras.Model], **dense: Any) -> Build:
-    def build() -> keras.Model:
-        features = keras.Input((NUM_FEATURES,))
-        model = kind(features, layers.Dense(NUM_CLASSES)(layers.Dense(4, **dense)(features)))
-        model.compile("sgd", crossentropy())
-        return model
-
-    return build
-
-
-def depends_on_training() -> keras.Model:
-    model = DependsOnTraining()
-    model.compile("sgd", crossentropy())
-    return model
 
 
 def named() -> keras.Model:
@@ -135,53 +94,3 @@ def test_a_model_that_cannot_be_cut_so_is_refused_when_the_trainer_is_made(
     strategy = tfpar.Pipeline(**{"num_stages": 2, "num_microbatches": 2, "balance": "parameters", **settings})
     with pytest.raises(ValueError, match=message):
         tfpar.Trainer(named, strategy)
-
-
-@pytest.mark.parametrize(
-    ("build", "num_microbatches", "message"),
-    [
-        (
-            sequential(lambda: Centred(name="centred")),
-            2,
-            "received 'centred', .*use a Pipeline with num_microbatches=1, or allow_batch_dependent_layers=True",
-        ),
-        (depends_on_training, 2, "received DependsOnTraining, where they differ at 'multiply"),
-        (own_loss(ScalesLoss, kernel_regularizer="l2"), 2, "ScalesLoss with a penalty on .* train on SingleDevice"),
-        (sequential(lambda: layers.SpectralNormalization(layers.Dense(4))), 2, "as SpectralNormalization does"),
-    ],
-    ids=["batch dependence", "training", "own loss of penalties", "assigned weight"],
-)
-def test_a_model_that_micro_batches_would_change_is_refused_before_the_first_step(
-    build: Build, num_microbatches: int, message: str
-) -> None:
-    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, num_microbatches, balance="parameters"), seed=0)
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(labelled(), verbose=0)
-    assert int(trainer.model.optimizer.iterations) == 0
-
-
-def test_a_layer_that_pads_ragged_rows_to_the_longest_is_refused() -> None:
-    def build() -> keras.Model:
-        rows = keras.Input((None,), ragged=True)
-        mean = layers.Lambda(lambda x: ops.mean(x.to_tensor(), axis=1, keepdims=True), output_shape=(1,), name="padded")
-        padded = mean(rows)
-        model = keras.Model(rows, layers.Dense(1)(padded))
-        model.compile("sgd", "mse")
-        return model
-
-    rows = tf.ragged.constant([[1.0], [2.0], [3.0], [4.0]])  # of one length, which pads nothing
-    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
-    with pytest.raises(ValueError, match="received 'padded', where an example depends on the others"):
-        trainer.fit(tf.data.Dataset.from_tensors((rows, tf.zeros([4, 1]))), verbose=0)
-
-
-def test_a_layer_that_mixes_examples_is_refused_in_evaluation_and_prediction_too() -> None:
-    build = sequential(lambda: Centred(name="centred"))
-    for verb in ("evaluate", "predict"):
-        trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
-        with pytest.raises(ValueError, match="received 'centred'"):
-            getattr(trainer, verb)(labelled(), verbose=0)
-    insisted = tfpar.Trainer(
-        build, tfpar.Pipeline(2, 2, balance="parameters", allow_batch_dependent_layers=True), seed=0
-    )
-    assert insisted.predict(labelled(), verbose=0).shape == (NUM_EXAMPLES, NUM_CLASSES)

@@ -37,6 +37,11 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (tfpar.Mirrored, {"devices": TWO, "all_reduce": "nccl"}, "all_reduce='nccl' needs GPUs, and the devices are ['C"),
     (tfpar.Mirrored, {"devices": TWO, "all_reduce": "ring"}, "all_reduce must be 'auto', "),
     (tfpar.Mirrored, {"devices": TWO, "pack_bytes": 0}, "pack_bytes must be at least 1, received 0"),
+    (
+        tfpar.Mirrored,
+        {"batch_dependent_layers": "allow"},
+        "batch_dependent_layers must be 'refuse' or 'gather', received 'allow'",
+    ),
     (tfpar.Mirrored, {"shard": "gradients"}, "shard must be 'optimizer', 'weights' or None, received 'gradients'"),
     (tfpar.Mirrored, {"shard": "optimizer", "pack_bytes": 100}, "and pack_bytes=100 would have no effect. Leave it"),
     (
