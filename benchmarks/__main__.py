@@ -25,11 +25,6 @@ from benchmarks.machine import describe_machine
 from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
 from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
-from benchmarks.plan import PLAN
-from benchmarks.plan_hosts import PLAN_HOSTS
-from benchmarks.plan_memory import PLAN_MEMORY
-from benchmarks.plan_seconds import PLAN_SECONDS
-from benchmarks.plan_sleeping import PLAN_SLEEPING
 from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, print_result
 from benchmarks.restart import RESTART
@@ -64,11 +59,6 @@ ALL = {
         TENSOR_PARALLEL,
         VOCABULARY_LOSS,
         WIDE_FEATURES,
-        PLAN,
-        PLAN_SECONDS,
-        PLAN_MEMORY,
-        PLAN_SLEEPING,
-        PLAN_HOSTS,
         PARITY_TABLE,
     )
 }
