@@ -1,4 +1,4 @@
-"""A plan as text, as JSON and as HTML."""
+"""A plan as text, as JSON and as a table for notebooks: measured figures alone."""
 
 from __future__ import annotations
 
@@ -10,88 +10,81 @@ import subprocess
 
 import pytest
 
-from tests.planning.test_ranking import FOUR, GB, GPUS, MODEL, ONE, SHARDED, TWO, planned, step, with_memory
-from tfpar.planning.costs import MachineCosts
-from tfpar.planning.layouts import Layout, Refusal, candidates
-from tfpar.planning.plan import Plan
-from tfpar.planning.ranking import rank
-from tfpar.planning.rows import PredictedStep
+from tfpar.planning.layout import Layout
+from tfpar.planning.model_facts import ModelFacts
+from tfpar.planning.plan import Devices, Measured, NotMeasured, Plan, ranked
 
-LONGEST = Layout(1024, 64, 8192, "zero_bubble", True, "optimizer", 1, 128)
+FACTS = ModelFacts("mlp", 124_000_000, 64, 498_000_000, (498_000_000,), 995_000_000)
+SHARDED = Layout(4, shard="optimizer")
 COMMAND = "python -m tfpar.train --config run.toml --set strategy.kind=mirrored --set strategy.shard=optimizer"
 
 
-def large_plan(machine: MachineCosts = GPUS) -> Plan:
-    steps, refusals = [], []
-    for one in candidates(32, 1, batch=64, num_blocks=20, divides_layers=True):
-        if isinstance(one, Refusal):
-            refusals.append(one)
-        else:
-            waits = {"bubble": 0.01 * one.num_stages, "all-reduce": 0.02, "update": 0.005, "data": 0.01}
-            steps.append(PredictedStep(one, 3.0 / one.num_devices + 0.01, waits, 10**11 // one.num_devices, 200))
-    return rank(steps, refusals, MODEL, machine)
+def plan_of(facts: ModelFacts = FACTS, kind: str = "GPU", memory_bytes: int | None = 40 * 10**9) -> Plan:
+    measured = {
+        SHARDED: Measured((0.21, 0.212, 0.22), 14_100_000_000),
+        Layout(2, 2, 8): Measured((0.23, 0.231, 0.232), 9 * 10**9),
+        Layout(): Measured((0.76, 0.764, 0.77)),
+    }
+    others = [
+        NotMeasured(Layout(4), "needs at least 42.0 GB of the 40.0 GB there"),
+        *(NotMeasured(Layout(1, 4, number), "the budget of 45 s was spent") for number in range(4, 12)),
+    ]
+    devices = Devices(kind, 4, memory_bytes=memory_bytes)
+    details = {"seconds": 38.0, "budget_seconds": 45.0, "not_considered": ("gpipe (no)",), "command": COMMAND}
+    return ranked(measured, facts, devices, lambda layout: layout.settings, others, **details)
+
+
+def test_the_text_has_what_was_measured_in_80_columns() -> None:
+    text = str(plan_of())
+    assert max(map(len, text.splitlines())) <= 80
+    assert "devices    4 GPUs, each with 40.0 GB\n" in text
+    assert "measured   3 of 12 layouts in 38.0 s, of a budget of 45.0 s\n" in text
+    assert '1   Mirrored(4, shard="optimizer")     212 ms   1.2 %        302  3.60   14.1 GB\n' in text
+    assert "3   SingleDevice                       764 ms   0.3 %         84     1         ?\n" in text
+    assert "Take 1:    python -m tfpar.train --config run.toml" in text
+    assert "Logical CPUs" not in text
+
+
+def test_a_layout_that_was_not_measured_has_a_reason_and_no_step() -> None:
+    words = " ".join(str(plan_of()).split())
+    assert "Not measured: Mirrored(4) (needs at least 42.0 GB of the 40.0 GB there)." in words
+    assert "Pipeline(4, 9), 2 more (the budget of 45 s was spent)." in words
+    assert "Not considered: gpipe (no)." in words
+    table = json.loads(plan_of().to_json())
+    assert table["not_measured"][0] == {
+        "layout": "Mirrored(4)",
+        "reason": "needs at least 42.0 GB of the 40.0 GB there",
+    }
+    assert all(set(row) == {"layout", "reason"} for row in table["not_measured"])
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("change", "said"),
     [
-        large_plan(),
-        large_plan(with_memory(4)),
-        large_plan(with_memory(0.001)),
-        planned([step(ONE, 1e-7), step(LONGEST, 12345.6, 98765, 10**9)], with_memory(123)),
-        rank([step(ONE, 1.0)], [], dataclasses.replace(MODEL, name="m" * 500, num_parameters=10**15), GPUS),
-        dataclasses.replace(planned([step(ONE, 1.0)]), command=f"{COMMAND} --directory {'d' * 40}"),
-        dataclasses.replace(planned([step(ONE, 1.0)]), history="e" * 300, notes=("n" * 200,)),
+        ({"facts": dataclasses.replace(FACTS, normalizing=("norm",))}, "norm: normalizes each part of a batch"),
+        ({"facts": dataclasses.replace(FACTS, wait_seconds=0.5)}, "The next batch takes 500 ms to read, longer than"),
+        ({"kind": "CPU"}, "Logical CPUs share the cores and the memory of one machine"),
     ],
-)
-def test_the_text_fits_80_columns(plan: Plan) -> None:
-    lines = str(plan).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert not any(line.endswith(" ") for line in lines)
-
-
-def test_the_head_says_whether_the_rows_give_the_same_result() -> None:
-    steps = [step(ONE, 1.0), step(TWO, 0.6)]
-    assert "64 examples; each row gives the same result\n" in str(planned(steps))
-    alone = dataclasses.replace(MODEL, batch=1, normalizing=("normal",))
-    assert "batch      1 example; each row gives the same result\n" in str(rank(steps[:1], [], alone, GPUS))
-    assert "1 example; normalization makes the rows differ, see below\n" in str(rank(steps, [], alone, GPUS))
-
-
-def test_a_row_has_its_figures_and_what_it_waits_for() -> None:
-    waits = {"all-reduce": 0.019, "bubble": 0.0}
-    plan = planned([PredictedStep(SHARDED, 0.212, waits, 14_100_000_000), step(ONE, 0.764, 51, 48)], with_memory(40))
-    text = str(plan)
-    assert "#   layout                                step examples/s  x one     memory fits" in text
-    assert '1   Mirrored(4, shard="optimizer")      212 ms        302   3.60    14.1 GB  yes' in text
-    assert "\n    waits for all-reduce 9 %\n" in text
-    assert "-   SingleDevice                        764 ms         84      1    51.0 GB   no" in text
-    assert "\n    lacks 11.0 GB on a device; fits at batch 48\n" in text
-
-
-@pytest.mark.parametrize(("hosts", "is_said"), [(1, False), (2, True)])
-def test_a_command_of_several_hosts_says_where_to_start_it(hosts: int, is_said: bool) -> None:
-    plan = planned([step(Layout(4, num_hosts=hosts), 0.2)])
-    words = "Start it on each host, with the names or addresses of all hosts"
-    assert words not in str(plan), "without a command"
-    assert (words in str(dataclasses.replace(plan, command=COMMAND))) == is_said
+    ids=["normalization", "data", "logical CPUs"],
+)  # fmt: skip
+def test_what_a_reader_must_know_of_the_figures_is_said(change: dict[str, object], said: str) -> None:
+    assert said in " ".join(str(plan_of(**change)).split())  # type: ignore[arg-type]
+    assert said not in " ".join(str(plan_of()).split())
 
 
 def test_equal_rows_have_an_equals_sign() -> None:
-    text = str(planned([step(TWO, 0.2), step(FOUR, 0.2), step(ONE, 0.4)]))
+    measured = {Layout(): Measured((0.2, 0.3)), Layout(2): Measured((0.2, 0.28)), Layout(4): Measured((0.9,))}
+    text = str(ranked(measured, FACTS, Devices("GPU", 4), lambda layout: layout.settings))
+    assert "\n1=  SingleDevice" in text
     assert "\n1=  Mirrored(2)" in text
-    assert "\n1=  Mirrored(4)" in text
-    assert "\n3   SingleDevice" in text
+    assert "\n3   Mirrored(4)" in text
+    assert "Rows of the same rank are equal within their spreads; the simplest is first." in text
 
 
-def test_largest_batches_are_listed_by_rank_and_by_name_for_equal_rows() -> None:
-    steps = [step(TWO, 0.2, 1, 290), step(FOUR, 0.1, 1, 174), step(ONE, 0.4, 1, 90), step(SHARDED, 0.4, 1, 80)]
-    plan = planned(steps, with_memory(40))
-    assert plan.largest_batches == {
-        "Mirrored(4)": 174, "Mirrored(2)": 290, "SingleDevice": 90, 'Mirrored(4, shard="optimizer")': 80,
-    }  # fmt: skip
-    expected = 'Largest global batch that fits: 1: 174, 2: 290, SingleDevice: 90, Mirrored(4, shard="optimizer"): 80.'
-    assert expected in " ".join(str(plan).split())
+def test_a_plan_without_rows_says_so() -> None:
+    text = str(ranked({}, FACTS, Devices("GPU", 1), lambda layout: layout.settings))
+    assert "No layout could be measured." in text
+    assert "step" not in text.partition("No layout")[0].replace("steps", "")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +97,7 @@ def test_largest_batches_are_listed_by_rank_and_by_name_for_equal_rows() -> None
     ],
 )
 def test_the_command_can_be_copied_into_a_shell(words: list[str]) -> None:
-    plan = dataclasses.replace(planned([step(ONE, 1.0)]), command=shlex.join(words), not_considered=())
+    plan = dataclasses.replace(plan_of(memory_bytes=None), command=shlex.join(words), not_considered=(), others=())
     text = str(plan)
     assert max(map(len, text.splitlines())) <= 80
     copied = text[text.index("Take 1:") + len("Take 1:") :].strip()
@@ -112,39 +105,15 @@ def test_the_command_can_be_copied_into_a_shell(words: list[str]) -> None:
     assert said.split("\0")[:-1] == words
 
 
-def test_long_tables_say_how_many_rows_are_left_out_and_json_has_all() -> None:
-    plan = large_plan()
-    lines = str(plan).splitlines()
-    table = lines[5 : lines.index("", 5)]
-    shown = [line for line in table if line[:1].isdigit()]
-    assert len(shown) == 9
-    assert "SingleDevice" in shown[8], "the row to which each speed-up refers"
-    more = f"    {len(plan.rows) - 9} more rank no higher, or do not fit: --json and plan.rows have all."
-    assert lines[lines.index(more) + 1] == "", "the line ends the table"
-    assert len(lines) <= 40
-    assert len(json.loads(plan.to_json())["rows"]) == len(plan.rows)
-
-
-@pytest.mark.parametrize("gigabytes", [4, 0.001])
-def test_one_device_has_a_row_also_where_many_others_are_nearer_to_fit(gigabytes: float) -> None:
-    plan = large_plan(with_memory(gigabytes))
-    assert plan.rows[-1].layout == ONE
-    rows = [line for line in str(plan).splitlines() if "SingleDevice" in line and "100 GB" in line]
-    assert len(rows) == 1
-
-
 def test_json_has_the_plan() -> None:
-    plan = dataclasses.replace(planned([step(ONE, 0.764, 51, 48), step(FOUR, 0.2)], with_memory(40)), command=COMMAND)
-    found = json.loads(plan.to_json())
-    assert set(found) == {
-        "model", "measured", "rows", "take", "command", "notes", "largest_batches", "not_considered",
-    }  # fmt: skip
-    assert (found["take"], found["command"]) == ("Mirrored(4)", COMMAND)
-    assert found["measured"]["memory_bytes"] == 40 * GB
-    assert found["rows"][0] == {
-        "rank": 1, "layout": "Mirrored(4)", "step_seconds": 0.2, "examples_per_second": 320.0,
-        "times_one": pytest.approx(3.82), "memory_bytes": GB, "fits": True, "lacks": "", "largest_batch": None,
-        "waits": {"bubble": 0.0}, "settings": {"kind": "mirrored"}, "measured_seconds": None, "forward_seconds": None,
+    table = json.loads(plan_of().to_json())
+    assert (table["batch"], table["command"], table["budget_seconds"]) == (64, COMMAND, 45.0)
+    assert table["devices"] == {"kind": "GPU", "number": 4, "num_workers": 1, "memory_bytes": 40 * 10**9}
+    assert table["rows"][0] == {
+        "rank": 1, "layout": 'Mirrored(4, shard="optimizer")', "step_seconds": 0.212,
+        "spread_seconds": pytest.approx(0.005 / 2), "laps_seconds": [0.21, 0.212, 0.22],
+        "examples_per_second": pytest.approx(301.9, rel=1e-3), "times_one": pytest.approx(3.6, rel=1e-2),
+        "memory_bytes": 14_100_000_000, "settings": {"kind": "mirrored", "shard": "optimizer"},
     }  # fmt: skip
 
 
@@ -164,11 +133,8 @@ class Tags(html.parser.HTMLParser):
 
 
 def test_notebooks_show_a_table_in_which_names_are_text() -> None:
-    model = dataclasses.replace(MODEL, name="<script>alert(1)</script>")
-    plan = rank([step(ONE, 1.0), step(SHARDED, 0.5)], [], model, GPUS)
     page = Tags()
-    page.feed(plan._repr_html_())
+    page.feed(plan_of(dataclasses.replace(FACTS, name="<script>alert(1)</script>"))._repr_html_())
     assert "script" not in page.tags
     assert "<script>alert(1)</script>" in page.text
-    assert page.tags.count("tr") == 3
-    assert 'Mirrored(4, shard="optimizer")' in page.text
+    assert page.tags.count("tr") == 4

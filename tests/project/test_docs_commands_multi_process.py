@@ -43,9 +43,8 @@ def test_the_commands_of_the_documents_end_without_error(command: str, tmp_path:
     )
     is_doctor = "tfpar.doctor" in command
     is_plan = "tfpar.plan" in command
-    # Other tests run at the same time: the doctor may find the machine slow (1), but nothing wrong (2); the planner may
-    # find the measurement too noisy (1).
-    assert completed.returncode in ((0, 1) if is_doctor or is_plan else (0,)), completed.stdout + completed.stderr
+    # Other tests run at the same time: the doctor may find the machine slow (1), but nothing wrong (2).
+    assert completed.returncode in ((0, 1) if is_doctor else (0,)), completed.stdout + completed.stderr
     assert completed.stderr == ""
     if not is_doctor and not is_plan and not any(words in command for words in ("--print", "--audit", ".py")):
         assert list(tmp_path.glob("runs/*/model.keras")), completed.stdout

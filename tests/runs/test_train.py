@@ -19,7 +19,7 @@ from tfpar import config, train
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 IN_FLOAT64 = settings("training.epochs=2", "training.precision=float64")  # where rounding hides nothing
 FILES = {"config.toml", "metrics.jsonl", "model.keras", "optimizer.json", "results.json"}
-FILES |= {"run.json", "tensorflow.log", "report.html", "record.json", "events.jsonl", "prediction.json"}
+FILES |= {"run.json", "tensorflow.log", "report.html", "record.json", "events.jsonl"}
 
 
 @pytest.fixture(scope="module")

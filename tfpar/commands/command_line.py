@@ -26,7 +26,7 @@ from tfpar.messages.suggestions import closest
 
 COMMANDS = {
     "tfpar.train": "Train a run from its configuration; the same command again resumes it.",
-    "tfpar.plan": "Rank the layouts in which a model could train, by predicted step and memory.",
+    "tfpar.plan": "Train the layouts that a model could have for some steps each, and rank them.",
     "tfpar.doctor": "Examine this machine, its devices, a model, and the network between workers.",
     "tfpar.report": "Write the report of a run again, or compare several runs.",
     "tfpar.launch": "Start the workers of a job on this machine, or print a script or manifest for a cluster.",

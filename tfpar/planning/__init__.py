@@ -1,1 +1,1 @@
-"""The choice of a layout before training: measured costs, predicted steps and memory, ranked rows."""
+"""The choice of a layout before training: candidates, those that can fit, their order, and their measured steps."""

@@ -1,59 +1,105 @@
-"""The plan: the layouts of a run with their predicted steps, in their order. Pure Python."""
+"""The plan: the measured layouts of a run in their order, and why others were not measured. Pure Python."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfpar.planning import table
-from tfpar.planning.costs import MachineCosts, ModelCosts
-from tfpar.planning.layouts import Layout
+from tfpar.planning.layout import Layout
+from tfpar.planning.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from tfpar.strategies import Strategy
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A layout with its predicted step and its rank.
+class Measured(NamedTuple):
+    """The measured steps of a layout.
 
     Args:
-        rank: Its rank: 1 for the fastest; equal rows have the same. None for one that does not fit, and where the
-            measurement is too noisy to rank.
-        layout: The layout.
-        step_seconds: Its predicted step.
-        examples_per_second: Examples of the global batch by the measured step, or else the predicted one.
-        times_one: Speed relative to one device; None where that is not predicted.
-        memory_bytes: Predicted peak memory of the fullest device.
-        fits: Whether that is at most the memory of a device; None where that is not known.
-        waits: Seconds of the step in which a device does not compute, by reason.
-        settings: Section `[strategy]` of the train command.
-        largest_batch: The largest global batch that fits; None without a limit.
-        lacks: What one that does not fit lacks, in words; "" for one that fits.
-        measured_seconds: Its step in a measurement; None where it is predicted only.
-        forward_seconds: The predicted seconds of its forward pass; None for a pipeline.
+        laps: Seconds of a step, as the mean of each lap of steps.
+        memory_bytes: Peak memory of the fullest device, of all logical CPUs together; None where it is not counted.
     """
 
-    rank: int | None
-    layout: Layout
-    step_seconds: float
-    examples_per_second: float
-    times_one: float | None
-    memory_bytes: int
-    fits: bool | None
-    waits: Mapping[str, float]
-    settings: Mapping[str, Any]
-    largest_batch: int | None = None
-    lacks: str = ""
-    measured_seconds: float | None = None
-    forward_seconds: float | None = None
+    laps: tuple[float, ...]
+    memory_bytes: int | None = None
 
     @property
-    def known_seconds(self) -> float:
-        """The measured step, or else the predicted one."""
-        return self.step_seconds if self.measured_seconds is None else self.measured_seconds
+    def step_seconds(self) -> float:
+        """The median of the laps.
+
+        Example:
+            >>> Measured((1.0, 1.2, 5.0)).step_seconds
+            1.2
+        """
+        return statistics.median(self.laps)
+
+    @property
+    def spread_seconds(self) -> float:
+        """Half of the distance of the quartiles of the laps.
+
+        Example:
+            >>> Measured((1.0, 2.0, 3.0, 4.0, 5.0)).spread_seconds
+            1.0
+        """
+        if len(self.laps) == 1:
+            return 0.0
+        low, _, high = statistics.quantiles(self.laps, n=4, method="inclusive")
+        return (high - low) / 2
+
+
+class NotMeasured(NamedTuple):
+    """A layout without a measured step.
+
+    Args:
+        layout: The layout.
+        reason: Why, in a few words.
+    """
+
+    layout: Layout
+    reason: str
+
+
+class Devices(NamedTuple):
+    """The devices of a plan, which are there.
+
+    Args:
+        kind: "GPU" or "CPU".
+        number: Devices of each worker.
+        num_workers: Number of workers.
+        memory_bytes: Memory of a device that training can use; None where it has no limit of its own.
+    """
+
+    kind: str
+    number: int
+    num_workers: int = 1
+    memory_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A measured layout with its rank.
+
+    Args:
+        rank: 1 for the fastest; rows whose difference is within their spreads have the same.
+        layout: The layout.
+        measured: Its measured steps.
+        settings: Section `[strategy]` of the train command.
+    """
+
+    rank: int
+    layout: Layout
+    measured: Measured
+    settings: Mapping[str, Any]
+
+    @property
+    def step_seconds(self) -> float:
+        """The measured step."""
+        return self.measured.step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,65 +107,47 @@ class Plan:
     """The ranked layouts of a run. `print` shows a table of 80 columns, a notebook a table of its own.
 
     Args:
-        rows: Those that fit, the best first; then those that do not fit, the nearest first.
-        model: The measured costs of the model.
-        machine: The costs of the devices and links.
-        taken: The row to take; None where none fits, or the measurement is too noisy to rank.
-        command: The command that trains it; "" where there is none to show.
-        notes: Sentences on the rows.
-        not_considered: Layouts that were refused, with the reason, grouped.
-        history: How well earlier runs of this machine were predicted, in words.
+        rows: The measured layouts, the best first.
+        others: The layouts without a measured step, with the reason.
+        facts: The model and its batch.
+        devices: The devices.
+        seconds: Seconds that the plan took.
+        budget_seconds: Seconds that it could take.
+        not_considered: Layouts that are no candidates, in words.
+        command: The command that trains the best layout; "" where there is none to show.
 
     Example:
-        >>> from tfpar.planning.costs import Curve
-        >>> from tfpar.planning.layouts import Layout
-        >>> from tfpar.planning.ranking import rank
-        >>> from tfpar.planning.rows import PredictedStep
-        >>> model = ModelCosts("mlp", 100, 400, 400, 800, (400,), 32, Curve((32,), (0.02,)), 0.001)
-        >>> plan = rank([PredictedStep(Layout(), 0.025, {}, 5000)], [], model, MachineCosts("CPU", 1, 1))
-        >>> plan.taken.layout, round(plan.taken.examples_per_second)
-        (Layout(...), 1280)
+        >>> facts = ModelFacts("mlp", 100, 32, 400, (400,), 800)
+        >>> plan = ranked({Layout(): Measured((0.025,))}, facts, Devices("CPU", 1), Layout.settings.fget)
+        >>> plan.best.layout, plan.best.step_seconds
+        (Layout(...), 0.025)
         >>> "SingleDevice" in str(plan), "<table" in plan._repr_html_()
         (True, True)
     """
 
     rows: tuple[Row, ...]
-    model: ModelCosts
-    machine: MachineCosts
-    taken: Row | None = None
-    command: str = ""
-    notes: tuple[str, ...] = ()
+    others: tuple[NotMeasured, ...]
+    facts: ModelFacts
+    devices: Devices
+    seconds: float = 0.0
+    budget_seconds: float = 0.0
     not_considered: tuple[str, ...] = ()
-    history: str = ""
-
-    @functools.cached_property
-    def take(self) -> Strategy | None:
-        """The strategy of the row to take, for `tfpar.Trainer`; None where no row is taken.
-
-        Raises:
-            ValueError: If the plan is for other devices or hosts than those that are there.
-        """
-        if self.taken is None:
-            return None
-        from tfpar import cluster, config  # the table needs no TensorFlow
-        from tfpar.strategies import from_settings
-
-        layout, settings = self.taken.layout, self.taken.settings
-        if not {"device", "devices"} & settings.keys():
-            devices = cluster.resolve_devices(None)
-            if layout.num_hosts > 1 or layout.devices_per_host > len(devices):
-                raise ValueError(
-                    f"plan.take is a strategy on the devices that are there, and {layout} needs {layout.num_devices} "
-                    f"on {layout.num_hosts} host{'s' * (layout.num_hosts > 1)}, received {len(devices)} on this one. "
-                    "Build that strategy where it trains, or plan without num_devices and num_hosts."
-                )
-            settings = layout.settings_on(devices)
-        return from_settings(config.with_layout(config.SingleDevice(), settings))
+    command: str = ""
 
     @property
-    def largest_batches(self) -> dict[str, int]:
-        """The largest global batch of each layout that fits, by its name; empty without a limit of memory."""
-        return {str(row.layout): row.largest_batch for row in self.rows if row.fits and row.largest_batch}
+    def best(self) -> Row | None:
+        """The first row, the simplest of the fastest; None where no layout could be measured."""
+        return self.rows[0] if self.rows else None
+
+    @functools.cached_property
+    def strategy(self) -> Strategy | None:
+        """The strategy of the first row, for `tfpar.Trainer`; None without one."""
+        if self.best is None:
+            return None
+        from tfpar import config  # the table needs no TensorFlow
+        from tfpar.strategies import from_settings
+
+        return from_settings(config.with_layout(config.SingleDevice(), self.best.settings))
 
     def __str__(self) -> str:
         """Return the table as text of 80 columns."""
@@ -135,3 +163,45 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON: the content of `plan.json`, and what `--json` prints."""
         return table.to_json(self)
+
+
+def ranked(
+    measured: Mapping[Layout, Measured],
+    facts: ModelFacts,
+    devices: Devices,
+    settings_of: Callable[[Layout], Mapping[str, Any]],
+    others: Sequence[NotMeasured] = (),
+    **details: Any,
+) -> Plan:
+    """Return a plan with the measured layouts in their order.
+
+    A layout is equal to the fastest of its group if their medians differ by no more than both spreads together: the
+    measurement cannot tell them apart. Of equal layouts the simplest comes first.
+
+    Args:
+        measured: The measured steps of each layout.
+        facts: The model and its batch.
+        devices: The devices.
+        settings_of: Returns section `[strategy]` of the train command for a layout.
+        others: The layouts without a measured step.
+        details: Other arguments of `Plan`.
+
+    Example:
+        >>> laps = {Layout(): Measured((1.0, 1.3)), Layout(2): Measured((0.9, 1.3)), Layout(4): Measured((0.5, 0.6))}
+        >>> plan = ranked(laps, ModelFacts("mlp", 1, 8, 4, (4,), 0), Devices("CPU", 4), Layout.settings.fget)
+        >>> [(row.rank, str(row.layout)) for row in plan.rows]
+        [(1, 'Mirrored(4)'), (2, 'SingleDevice'), (2, 'Mirrored(2)')]
+    """
+    rows: list[Row] = []
+    rest = sorted(measured, key=lambda layout: (measured[layout].step_seconds, layout.simplicity))
+    while rest:
+        equal = list(itertools.takewhile(functools.partial(_are_equal, measured, rest[0]), rest))
+        rest, rank = rest[len(equal) :], len(rows) + 1
+        equal.sort(key=lambda layout: layout.simplicity)
+        rows += [Row(rank, layout, measured[layout], settings_of(layout)) for layout in equal]
+    return Plan(tuple(rows), tuple(others), facts, devices, **details)
+
+
+def _are_equal(measured: Mapping[Layout, Measured], fastest: Layout, layout: Layout) -> bool:
+    first, other = measured[fastest], measured[layout]
+    return other.step_seconds - first.step_seconds <= first.spread_seconds + other.spread_seconds

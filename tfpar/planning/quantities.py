@@ -1,8 +1,6 @@
-"""Durations, sizes and shares of a step as short text. Pure Python."""
+"""Durations and sizes as short text. Pure Python."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from tfpar.messages.number_format import three_digits
 
@@ -38,19 +36,3 @@ def memory(num_bytes: float) -> str:
     """
     size, unit = next((one for one in _SIZES if num_bytes >= one[0]), _SIZES[-1])
     return f"{num_bytes:.0f} B" if unit == "B" else f"{three_digits(num_bytes / size)} {unit}"
-
-
-def waits_in_words(waits: Mapping[str, float], step_seconds: float, most: int = 3) -> str:
-    """Return what a step waits for, in percent, the longest first; shares below half a percent are left out.
-
-    Args:
-        waits: Seconds by reason.
-        step_seconds: Duration of the step.
-        most: Number of reasons to name.
-
-    Example:
-        >>> waits_in_words({"bubble": 0.002, "all-reduce": 0.009}, 0.1)
-        'all-reduce 9 %, bubble 2 %'
-    """
-    shares = sorted(((100 * seconds / step_seconds, name) for name, seconds in waits.items()), reverse=True)
-    return ", ".join(f"{name} {share:.0f} %" for share, name in shares[:most] if share >= 0.5)

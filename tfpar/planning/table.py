@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from tfpar.messages.number_format import figure, three_digits
 from tfpar.messages.received import excerpt
-from tfpar.planning.quantities import duration, memory, waits_in_words
+from tfpar.planning.quantities import duration, memory
 
 if TYPE_CHECKING:
     from tfpar.planning.plan import Plan, Row
 
 COLUMNS = 80
-# Of the text alone, for a terminal of 40 lines: --json and notebooks have all rows.
-MOST_FITTING, MOST_OTHERS = 8, 3
-_LABEL, _NUMBER, _LAYOUT = 11, 4, 33
-_LONGEST_NAME = 60  # of a model
-_HEADINGS = ("step", "examples/s", "x one", "memory", "fits")
-_WIDTHS = (9, 11, 7, 11, 5)
-_FITS = {True: "yes", False: "no", None: "?"}
+_LABEL, _NUMBER, _LAYOUT = 11, 4, 32
+_LONGEST_NAME, _MOST_NAMED, _LONGEST_REASON = 60, 6, 240
+_HEADINGS = ("step", "spread", "examples/s", "x one", "memory")
+_WIDTHS = (9, 8, 11, 6, 10)
 _STYLE = "text-align:left"
 _MORE = " \\"  # the command continues
 
@@ -34,50 +31,33 @@ def text(plan: Plan) -> str:
     Args:
         plan: The plan.
     """
-    shown = _shown(plan)
-    lines = [*_head(plan), "", _line("#", "layout", _HEADINGS)]
-    for row in shown:
-        lines.append(_line(_number(row, plan), str(row.layout), _cells(row, plan)))
-        if remark := _remark(row):
-            lines += _wrapped(remark, " " * _NUMBER, " " * _NUMBER)
-    if num_hidden := len(plan.rows) - len(shown):
-        more = f"{num_hidden} more rank no higher, or do not fit: --json and plan.rows have all."
-        lines += _wrapped(more, " " * _NUMBER, " " * _NUMBER)
-    lines += ["", *_foot(plan)]
+    lines = [line for label, words in _head(plan).items() for line in _labelled(label, words)]
+    if plan.rows:
+        lines += ["", _line("#", "layout", _HEADINGS)]
+        lines += [_line(_number(row, plan), str(row.layout), _cells(row, plan)) for row in plan.rows]
+    lines.append("")
+    if plan.command and plan.best is not None:
+        # Not wrapped at options, so that it can be copied; a shell reads it over several lines.
+        lines += command_lines("Take 1:", plan.command)
+    for sentence in _sentences(plan):
+        lines += textwrap.wrap(sentence, COLUMNS, break_on_hyphens=False)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _shown(plan: Plan) -> list[Row]:
-    """Return the rows of the text: the first, the nearest that do not fit, and one device, to which `x one` refers."""
-    fitting = [row for row in plan.rows if row.fits is not False]
-    places = {*range(len(fitting))[:MOST_FITTING], *range(len(plan.rows))[len(fitting) :][:MOST_OTHERS]}
-    places |= {place for place, row in enumerate(plan.rows) if row.layout.num_devices == 1}
-    return [plan.rows[place] for place in sorted(places)]
-
-
-def _head(plan: Plan) -> Iterator[str]:
-    yield from _labelled("model", _model(plan))
-    yield from _labelled("batch", _batch(plan))
-    yield from _labelled("measured", _measured(plan))
-
-
-def _model(plan: Plan) -> str:
-    model = plan.model
-    return (
-        f"{excerpt(model.name, _LONGEST_NAME)}, {model.num_parameters:,} parameters ({memory(model.weight_bytes)}; "
-        f"optimizer {memory(model.slot_bytes)})"
-    )
-
-
-def _batch(plan: Plan) -> str:
-    number = f"{plan.model.batch:,} example{'s' * (plan.model.batch != 1)}"
-    if plan.model.normalizing and any(row.layout.num_devices > 1 for row in plan.rows):
-        return f"{number}; normalization makes the rows differ, see below"
-    return f"{number}; each row gives the same result"
-
-
-def _measured(plan: Plan) -> str:
-    return f"on {plan.machine.device} in {duration(plan.model.seconds)}; {plan.history}"
+def _head(plan: Plan) -> dict[str, str]:
+    facts, devices = plan.facts, plan.devices
+    workers = f" on each of {devices.num_workers} workers" if devices.num_workers > 1 else ""
+    limit = "" if devices.memory_bytes is None else f", each with {memory(devices.memory_bytes)}"
+    differs = any(row.layout.num_devices > 1 for row in plan.rows) and facts.normalizing
+    result = "normalization makes the rows differ, see below" if differs else "each row gives the same result"
+    return {
+        "model": f"{excerpt(facts.name, _LONGEST_NAME)}, {facts.num_parameters:,} parameters "
+        f"({memory(facts.weight_bytes)}; optimizer {memory(facts.slot_bytes)})",
+        "batch": f"{facts.batch:,} example{'s' * (facts.batch != 1)}; {result}",
+        "devices": f"{devices.number} {devices.kind}{'s' * (devices.number != 1)}{workers}{limit}",
+        "measured": f"{len(plan.rows)} of {len(plan.rows) + len(plan.others)} layouts in {duration(plan.seconds)}, "
+        f"of a budget of {duration(plan.budget_seconds)}",
+    }
 
 
 def _line(number: str, name: str, cells: Sequence[str]) -> str:
@@ -85,71 +65,64 @@ def _line(number: str, name: str, cells: Sequence[str]) -> str:
     figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
     if len(name) <= _LAYOUT:
         return f"{number:<{_NUMBER}}{name:<{_LAYOUT}}{figures}"
-    return "\n".join([*_wrapped(name, f"{number:<{_NUMBER}}", " " * _NUMBER), " " * (_NUMBER + _LAYOUT) + figures])
+    return f"{number:<{_NUMBER}}{name}\n{' ' * (_NUMBER + _LAYOUT)}{figures}"
 
 
 def _number(row: Row, plan: Plan) -> str:
     """Return the rank of a row, with an equals sign where it is that of several."""
-    if row.rank is None:
-        return "-"
     return f"{row.rank}{'=' * (sum(other.rank == row.rank for other in plan.rows) > 1)}"
 
 
 def _cells(row: Row, plan: Plan) -> tuple[str, ...]:
+    speed, times = plan.facts.batch / row.step_seconds, _times_one(row, plan)
     return (
-        duration(row.known_seconds),
-        figure(round(row.examples_per_second)) if row.examples_per_second >= 10 else figure(row.examples_per_second),
-        "" if row.times_one is None else _times(row.times_one),
-        memory(row.memory_bytes),
-        _FITS[row.fits],
+        duration(row.step_seconds),
+        f"{100 * row.measured.spread_seconds / row.step_seconds:.1f} %",
+        figure(round(speed)) if speed >= 10 else figure(speed),
+        "" if times is None else three_digits(times) if f"{times:.2f}" != "1.00" else "1",
+        "?" if row.measured.memory_bytes is None else memory(row.measured.memory_bytes),
     )
 
 
-def _times(times: float) -> str:
-    return "1" if f"{times:.2f}" == "1.00" else three_digits(times)
-
-
-def _remark(row: Row) -> str:
-    if row.lacks:
-        return row.lacks
-    waits = waits_in_words(row.waits, row.step_seconds)
-    parts = [f"measured; predicted {duration(row.step_seconds)}"] if row.measured_seconds is not None else []
-    parts += [f"waits for {waits}"] if waits else []
-    return "; ".join(parts)
-
-
-def _foot(plan: Plan) -> Iterator[str]:
-    if plan.machine.memory_bytes is not None:
-        yield from _wrapped(f"A device has {memory(plan.machine.memory_bytes)} of memory.", "", "")
-    if plan.command:
-        # Not wrapped at options, so that it can be copied; a shell reads it over several lines.
-        yield from command_lines(f"Take {plan.rows[0].rank}:", plan.command)
-    for sentence in _sentences(plan):
-        yield from _wrapped(sentence, "", "")
+def _times_one(row: Row, plan: Plan) -> float | None:
+    """Return the speed relative to one device; None where that was not measured."""
+    alone = next((other for other in plan.rows if other.layout.num_devices == 1), None)
+    return None if alone is None else alone.step_seconds / row.step_seconds
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    if plan.command and plan.taken is not None and plan.taken.layout.num_hosts > 1:
+    if len({row.rank for row in plan.rows}) < len(plan.rows):
+        yield "Rows of the same rank are equal within their spreads; the simplest is first."
+    if plan.best is None:
+        yield "No layout could be measured. Use a smaller training.global_batch_size, or more devices."
+    elif plan.facts.wait_seconds > plan.best.step_seconds:
         yield (
-            "Start it on each host, with the names or addresses of all hosts in place of HOST1,HOST2 and with the same "
-            "TFPAR_JOB_SECRET."
+            f"The next batch takes {duration(plan.facts.wait_seconds)} to read, longer than the fastest step: reading "
+            "decides how fast it trains."
         )
-    if largest := _largest(plan):
-        yield f"Largest global batch that fits: {largest}."
-    yield from plan.notes
+    if plan.facts.normalizing and any(row.layout.num_devices > 1 for row in plan.rows):
+        yield (
+            f"{', '.join(plan.facts.normalizing)}: normalizes each part of a batch by itself, so that rows of several "
+            "devices give another result than one device."
+        )
+    if plan.devices.kind == "CPU" and plan.devices.number > 1:
+        yield (
+            "Logical CPUs share the cores and the memory of one machine: they show that results agree, not how fast "
+            "several machines are."
+        )
+    yield from (f"Not measured: {words}." for words in _others(plan))
     if plan.not_considered:
         yield f"Not considered: {'; '.join(plan.not_considered)}."
 
 
-def _largest(plan: Plan, most: int = 4) -> str:
-    """Return the largest batches of the first rows, by rank where it is one row's alone."""
-    ranks = [row.rank for row in plan.rows]
-    found = [
-        f"{row.rank if row.rank is not None and ranks.count(row.rank) == 1 else row.layout}: {row.largest_batch:,}"
-        for row in plan.rows
-        if row.fits and row.largest_batch
-    ]
-    return ", ".join(found[:most])
+def _others(plan: Plan) -> Iterator[str]:
+    """Yield the layouts that were not measured, those of one reason together."""
+    names_by_reason: dict[str, list[str]] = {}
+    for layout, reason in plan.others:
+        names_by_reason.setdefault(reason, []).append(str(layout))
+    for reason, names in names_by_reason.items():
+        more = [f"{len(names) - _MOST_NAMED} more"] * (len(names) > _MOST_NAMED)
+        yield f"{', '.join([*names[:_MOST_NAMED], *more])} ({excerpt(reason, _LONGEST_REASON).rstrip('.')})"
 
 
 def command_lines(label: str, command: str) -> Iterator[str]:
@@ -197,13 +170,8 @@ def _pieces(line: str) -> Iterator[str]:
 
 
 def _labelled(label: str, words: str) -> list[str]:
-    return _wrapped(words, f"{label:<{_LABEL}}", " " * _LABEL)
-
-
-def _wrapped(words: str, begin: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        words, COLUMNS, initial_indent=begin, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False
-    )
+    begin, indent = f"{label:<{_LABEL}}", " " * _LABEL
+    return textwrap.wrap(words, COLUMNS, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def to_json(plan: Plan) -> str:
@@ -212,59 +180,30 @@ def to_json(plan: Plan) -> str:
     Args:
         plan: The plan.
     """
-    return json.dumps(as_table(plan), indent=2) + "\n"
-
-
-def as_table(plan: Plan) -> dict[str, Any]:
-    """Return a plan as values that JSON has.
-
-    Args:
-        plan: The plan.
-    """
-    model, machine = plan.model, plan.machine
-    return {
-        "model": {
-            "name": model.name,
-            "num_parameters": model.num_parameters,
-            "weight_bytes": model.weight_bytes,
-            "slot_bytes": model.slot_bytes,
-            "batch": model.batch,
-        },
-        "measured": {
-            "device": machine.device,
-            "num_devices": machine.num_devices,
-            "num_measured": machine.num_measured,
-            "num_hosts": machine.num_hosts,
-            "memory_bytes": machine.memory_bytes,
-            "runtime_bytes": machine.runtime_bytes,
-            "assumed": list(machine.assumed),
-            "seconds": model.seconds,
-            "spread": model.spread,
-            "history": plan.history,
-        },
-        "rows": [_as_table(row) for row in plan.rows],
-        "take": None if plan.taken is None else str(plan.taken.layout),
-        "command": plan.command,
-        "notes": list(plan.notes),
-        "largest_batches": plan.largest_batches,
+    table = {
+        "model": {name: getattr(plan.facts, name) for name in ("name", "num_parameters", "weight_bytes", "slot_bytes")},
+        "batch": plan.facts.batch,
+        "devices": plan.devices._asdict(),
+        "seconds": plan.seconds,
+        "budget_seconds": plan.budget_seconds,
+        "rows": [_as_table(row, plan) for row in plan.rows],
+        "not_measured": [{"layout": str(layout), "reason": reason} for layout, reason in plan.others],
         "not_considered": list(plan.not_considered),
+        "command": plan.command,
     }
+    return json.dumps(table, indent=2) + "\n"
 
 
-def _as_table(row: Row) -> dict[str, Any]:
+def _as_table(row: Row, plan: Plan) -> dict[str, Any]:
     return {
         "rank": row.rank,
         "layout": str(row.layout),
         "step_seconds": row.step_seconds,
-        "measured_seconds": row.measured_seconds,
-        "examples_per_second": row.examples_per_second,
-        "times_one": row.times_one,
-        "memory_bytes": row.memory_bytes,
-        "fits": row.fits,
-        "lacks": row.lacks,
-        "largest_batch": row.largest_batch,
-        "waits": dict(row.waits),
-        "forward_seconds": row.forward_seconds,
+        "spread_seconds": row.measured.spread_seconds,
+        "laps_seconds": list(row.measured.laps),
+        "examples_per_second": plan.facts.batch / row.step_seconds,
+        "times_one": _times_one(row, plan),
+        "memory_bytes": row.measured.memory_bytes,
         "settings": dict(row.settings),
     }
 
@@ -275,16 +214,14 @@ def html(plan: Plan) -> str:
     Args:
         plan: The plan.
     """
-    head = "".join(f'<th style="{_STYLE}">{name}</th>' for name in ("#", "layout", *_HEADINGS, ""))
-    body = "".join(_html_row(row, plan) for row in plan.rows)
-    labelled = {"model": _model(plan), "batch": _batch(plan), "measured": _measured(plan)}
-    above = "".join(f"<div><b>{name}</b> {markup.escape(words)}</div>" for name, words in labelled.items())
+    head = "".join(f'<th style="{_STYLE}">{name}</th>' for name in ("#", "layout", *_HEADINGS))
+    rows = [(_number(row, plan), str(row.layout), *_cells(row, plan)) for row in plan.rows]
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_STYLE}">{markup.escape(cell)}</td>' for cell in cells) + "</tr>"
+        for cells in rows
+    )
+    above = "".join(f"<div><b>{name}</b> {markup.escape(words)}</div>" for name, words in _head(plan).items())
     below = "".join(f"<div>{markup.escape(sentence)}</div>" for sentence in _sentences(plan))
     if plan.command:
-        below = f"<div>Take {plan.rows[0].rank}: <code>{markup.escape(plan.command)}</code></div>{below}"
+        below = f"<div>Take 1: <code>{markup.escape(plan.command)}</code></div>{below}"
     return f"<div>{above}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}</div>"
-
-
-def _html_row(row: Row, plan: Plan) -> str:
-    cells = (_number(row, plan), str(row.layout), *_cells(row, plan), _remark(row))
-    return "<tr>" + "".join(f'<td style="{_STYLE}">{markup.escape(cell)}</td>' for cell in cells) + "</tr>"

@@ -31,7 +31,7 @@ class RunDirectory:
         best.keras       the model of the best epoch, with callbacks.save_best
         results.json     at its end: metrics, speed, and the SHA-256 of model.keras and metrics.jsonl
         optimizer.json   the optimizer as it was built
-        prediction.json  its predicted and measured step; plan.json has the ranked layouts, if it was planned
+        plan.json        the ranked layouts, where the planner chose one
         pipeline.png     with --trace: a step of the pipeline as planned and as run
         report.html      the report
         record.json      what the report says of the machine and the model; starts and failures are in events.jsonl

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfpar import config
+from tfpar.cluster import tf_config
 from tfpar.config import bundled_configurations
 from tfpar.files import atomic_file
 from tfpar.messages import received
-from tfpar.planning.plan import Plan, Row
-from tfpar.planning.quantities import duration, memory
+from tfpar.planning.plan import Plan
+from tfpar.planning.quantities import duration
 
 HEADER = "# Written by python -m tfpar.plan: "
 
@@ -64,7 +66,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def write(run: config.Run, plan: Plan, path: Path) -> str:
-    """Write the configuration of a run under the layout that its plan takes, loadable by the train command.
+    """Write the configuration of a run under the best layout of its plan, loadable by the train command.
 
     Args:
         run: The run.
@@ -75,36 +77,30 @@ def write(run: config.Run, plan: Plan, path: Path) -> str:
         The command that trains it.
 
     Raises:
-        ValueError: If the plan takes no layout.
+        ValueError: If no layout could be measured.
         OSError: If the file cannot be written.
     """
-    if plan.taken is None:
-        raise ValueError(f"--write writes the layout of the first row, and no layout is taken: {path} is not written.")
-    step, size = duration(plan.taken.step_seconds), memory(plan.taken.memory_bytes)
-    measured = plan.taken.measured_seconds
+    if plan.best is None:
+        raise ValueError(f"--write writes the layout of the first row, and no layout trained: {path} is not written.")
     command = f"{_program(plan)} --config {shlex.quote(str(path))}"
-    header = (
-        f"{HEADER}{plan.taken.layout}, {step} a step and {size} on a device predicted"
-        f"{'' if measured is None else f', {duration(measured)} measured'}.\n"
-        f"# Command: {command}\n\n"
-    )
-    atomic_file.write(path, header + config.dump(with_strategy(run, _settings(plan.taken))))
+    header = f"{HEADER}{plan.best.layout}, {duration(plan.best.step_seconds)} a step.\n# Command: {command}\n\n"
+    atomic_file.write(path, header + config.dump(with_strategy(run, plan.best.settings)))
     return command
 
 
 def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
-    """Return the command that trains a run under the layout that its plan takes; "" if it takes none.
+    """Return the command that trains a run under the best layout of its plan; "" without one.
 
     Args:
         plan: The plan.
         name: The name or file of the configuration; None for the default run.
         overrides: Settings that the plan was made with.
     """
-    if plan.taken is None:
+    if plan.best is None:
         return ""
     file = None if name is None else bundled_configurations.find(name)
     kept = [one for one in overrides if not one.partition("=")[0].strip().startswith("strategy")]
-    settings = _settings(plan.taken)
+    settings = plan.best.settings
     wanted = with_strategy(config.load(file, overrides), settings).strategy
     changes = [f"strategy.{key}={_value(value)}" for key, value in settings.items()]
     if _strategy(file, [*kept, *changes]) != wanted:  # the file has other settings, or those of another kind
@@ -113,14 +109,6 @@ def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
         changes += [f"strategy.{key}={_value(value)}" for key, value in section.items()]
     words = [*(["--config", name] if name is not None else []), *_flags([*kept, *changes])]
     return " ".join([_program(plan), *map(shlex.quote, words)])
-
-
-def _settings(row: Row) -> dict[str, Any]:
-    """Return the settings of a row for a process of its own, which makes the logical CPUs that they name."""
-    names = [name.rpartition("CPU:")[2] for name in row.settings.get("devices", []) if "CPU:" in name]
-    if "num_logical_cpus" in row.settings or not any(map(int, names)):
-        return dict(row.settings)
-    return {**row.settings, "num_logical_cpus": 1 + max(map(int, names))}
 
 
 def _strategy(file: Path | None, overrides: Sequence[str]) -> config.Strategy | None:
@@ -132,11 +120,16 @@ def _strategy(file: Path | None, overrides: Sequence[str]) -> config.Strategy | 
 
 
 def _program(plan: Plan) -> str:
-    hosts = plan.taken.layout.num_hosts if plan.taken is not None else 1
-    if hosts == 1:
+    """Return the program, which the launcher starts for a layout of several workers, on their hosts."""
+    if plan.best is None or plan.best.layout.num_workers == 1:
         return "python -m tfpar.train"
-    names = ",".join(f"HOST{number}" for number in range(1, hosts + 1)) if hosts <= 4 else "HOST1,HOST2,..."
-    return f"python -m tfpar.launch --num_workers {hosts} --hosts {names} -- -m tfpar.train"
+    job = tf_config.from_environment(os.environ)
+    hosts = "" if job is None or job.is_on_loopback else f" --hosts {','.join(_hosts(job))}"
+    return f"python -m tfpar.launch --num_workers {plan.best.layout.num_workers}{hosts} -- -m tfpar.train"
+
+
+def _hosts(job: tf_config.Job) -> list[str]:
+    return list(dict.fromkeys(shlex.quote(tf_config.split_address(address)[0]) for address in job.addresses))
 
 
 def _flags(overrides: Sequence[str]) -> list[str]:

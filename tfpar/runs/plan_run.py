@@ -1,76 +1,73 @@
-"""The plan of a run: the layouts of its configuration, measured with its own trainer and data."""
+"""The plan of a run: layouts of its configuration, each trained for some steps in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+import time
 
-import tensorflow as tf
-
-from tfpar import cluster, config, data
-from tfpar.cluster import cores
-from tfpar.planning.history import has_equal_devices
-from tfpar.planning.plan import Plan
-from tfpar.planning.planner import planned
-from tfpar.planning.stated import Stated
-from tfpar.runs import run_data, stored_plans
+from tfpar import config
+from tfpar.cluster import tf_config
+from tfpar.planning.layout import Layout
+from tfpar.planning.plan import Devices, Measured, Plan
+from tfpar.planning.progress import progress
+from tfpar.planning.search import Failed, Search
+from tfpar.runs import layout_process, plan_job, stored_plans
+from tfpar.runs.plan_devices import PlanDevices
 from tfpar.runs.plan_files import with_strategy
-from tfpar.runs.user_trainer import check_trainer, make_trainer
-from tfpar.strategies import Strategy
 
 
-def plan_of(run: config.Run, stated: Stated, num_logical_cpus: int, measured_layouts: int | None = None) -> Plan:
-    """Measure the model and the data of a run, and rank the layouts in which it could train.
+def plan_of(run: config.Run, devices: PlanDevices, budget_seconds: float) -> Plan | None:
+    """Measure layouts of a run, rank them, and store the plan for later runs.
+
+    In a job of several workers every worker calls it, and they measure each layout of several workers together.
 
     Args:
         run: The run.
-        stated: The devices and links to plan for.
-        num_logical_cpus: Without GPUs: number of devices into which the CPU is split, before TensorFlow starts.
-        measured_layouts: The largest number of layouts to measure, as for `planner.plan`.
+        devices: The devices of each worker.
+        budget_seconds: Seconds that the plan may take.
 
     Returns:
-        The plan.
+        The plan; None on other workers than the chief.
 
     Raises:
-        ValueError: If run, data and model do not fit together, or the data has no examples.
-        MemoryError: If not even the smallest step fits in the memory of a device.
+        ValueError: If run, data and model do not fit together, or one device cannot train the model.
+        ConnectionError: If another worker is lost.
     """
-    check_trainer(run)  # not before: a module of a user's own may start TensorFlow
-    names = chosen_devices(run.strategy)
-    num_logical_cpus = max(num_logical_cpus, *(_number_of_cpu(name) for name in names or ("CPU:0",)))
-    if num_logical_cpus > 1 and not tf.config.list_physical_devices("GPU"):
-        # Stages, and shards, run at the same time: each device uses an equal part of the cores.
-        cluster.use_logical_cpus(num_logical_cpus, max(1, cores.num_allowed_cores() // num_logical_cpus))
-    plain = with_strategy(run, {"kind": "single_device"})
-
-    def make(strategy: Strategy) -> tuple[Any, Any]:
-        trainer = make_trainer(plain, strategy)
-        return trainer, run_data.training_batches(plain, trainer)
-
-    plan = planned(make, names, stated, measured_layouts, lambda error: data.user_message(error, run.data))
-    if _is_of_this_machine(stated, plan.machine.device, len(cluster.resolve_devices(names))):
-        is_stated = stated != Stated() or measured_layouts is not None
-        stored_plans.store(stored_plans.path_of(run, plan.machine.device, is_stated=is_stated), plan.to_json())
+    job = tf_config.from_environment(os.environ)
+    form_seconds = getattr(run.strategy, "form_seconds", config.MultiWorker().form_seconds)
+    if job is not None and job.rank > 0:
+        plan_job.follow(job, form_seconds)
+        return None
+    num_workers = 1 if job is None else job.num_workers
+    others = None if job is None or num_workers == 1 else plan_job.OtherWorkers(job, form_seconds)
+    try:
+        plan = _Planner(run, devices, num_workers, others).plan(budget_seconds)
+    finally:
+        if others is not None:
+            others.end()
+    stored_plans.store(stored_plans.path_of(run, devices, num_workers), plan.to_json())
     return plan
 
 
-def _is_of_this_machine(stated: Stated, device: str, num_there: int) -> bool:
-    """Return whether runs of this machine have the stated devices, so that a plan predicts their steps.
+class _Planner:
+    def __init__(
+        self, run: config.Run, devices: PlanDevices, num_workers: int, others: plan_job.OtherWorkers | None
+    ) -> None:
+        self._run, self._devices, self._num_workers, self._others = run, devices, num_workers, others
 
-    A stated memory changes what fits, and no step.
-    """
-    number = num_there if stated.num_devices is None else stated.num_devices
-    if not stated.keeps_speed or stated.num_hosts > 1 or number > num_there:
-        return False
-    return has_equal_devices(device, num_there, number, cores.num_allowed_cores())
+    def plan(self, budget_seconds: float) -> Plan:
+        search = Search(self._measure, budget_seconds, time.perf_counter())
+        with progress("planning: measuring one device ..."):
+            facts, memory_bytes, outcome = layout_process.measure_one_device(self._run, self._devices.names)
+        devices = Devices(self._devices.kind, len(self._devices.names), self._num_workers, memory_bytes)
+        return search.plan(facts, devices, outcome, self._devices.settings_of)
 
-
-def _number_of_cpu(name: str) -> int:
-    """Return the number of logical CPUs among which one of a name is."""
-    return 1 + int(name.partition(":")[2]) if name.startswith("CPU:") else 1
-
-
-def chosen_devices(strategy: config.Strategy) -> Sequence[str] | None:
-    """Return the devices that a run names; None for all."""
-    device = getattr(strategy, "device", None)
-    return (device,) if device is not None else getattr(strategy, "devices", None)
+    def _measure(self, layout: Layout) -> Measured | Failed:
+        with progress(f"planning: measuring {layout} ..."):
+            if layout.num_devices == 1:
+                return layout_process.measure_one_device(self._run, self._devices.names)[-1]
+            text = config.dump(with_strategy(self._run, self._devices.settings_of(layout)))
+            if self._others is None:
+                return layout_process.measure(text)
+            with self._others.measuring(text):
+                return layout_process.measure(text)

@@ -16,7 +16,7 @@ from tfpar.files import atomic_file, json_lines
 FILES = (
     *(".lock", "run.json", "config.toml", "metrics.jsonl", "model.keras", "results.json", "optimizer.json"),
     *("pipeline.png", "tensorflow.log", "evaluations.jsonl", "record.json", "events.jsonl", "report.html"),
-    *("plan.json", "prediction.json", "best.keras"),
+    *("plan.json", "best.keras"),
 )
 FOLDERS = ("checkpoints", "tensorboard", "report")
 # The files that a run creates before its first step.

@@ -1,4 +1,4 @@
-"""Plans of earlier commands: of one configuration, on one machine, with one version of everything; no TensorFlow."""
+"""Plans of earlier commands: of one configuration, on the same devices, with one version of everything."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
 from tfpar import config
+from tfpar.cluster import cores, gpus
 from tfpar.files import atomic_file, json_file
-from tfpar.planning.history import machine_name
+from tfpar.runs.plan_devices import PlanDevices
 
 FOLDER = Path("runs", ".plans")
 NAME = "plan.json"  # in the folder of a run
@@ -23,40 +26,29 @@ _OTHER_TRAINING = frozenset(
 )
 
 
-def path_of(run: config.Run, device: str, *, is_stated: bool = False) -> Path:
+def path_of(run: config.Run, devices: PlanDevices, num_workers: int = 1) -> Path:
     """Return the file of a run's plan.
 
     Args:
-        run: The run; its strategy, callbacks and number of epochs do not count, but the code of its trainer does.
-        device: The kind of the devices, "CPU" or "GPU".
-        is_stated: Whether the plan is for a stated memory or number of devices or of measured layouts. It predicts the
-            steps of its layouts, and is no choice for all the devices that are there.
+        run: The run; its layout, callbacks and number of epochs do not count, but the code of its trainer does.
+        devices: The devices of each worker.
+        num_workers: Number of workers.
     """
-    settings = {name: one for name, one in run.model_dump(mode="json").items() if name not in _OTHER_SECTIONS}
-    settings["training"] = {name: one for name, one in settings["training"].items() if name not in _OTHER_TRAINING}
+    settings = {name: value for name, value in run.model_dump(mode="json").items() if name not in _OTHER_SECTIONS}
+    settings["training"] = {name: value for name, value in settings["training"].items() if name not in _OTHER_TRAINING}
+    # The settings of any layout, such as those for layers that mix the examples of a batch.
+    settings["strategy"] = config.with_layout(run.strategy, {"kind": "multi_worker"}).model_dump(mode="json")
     versions = [importlib.metadata.version(name) for name in ("tensorflow", "keras", "tfpar")]
-    key = json.dumps([settings, _code_of(run.trainer), machine_name(device), versions], sort_keys=True, default=str)
-    ending = ".stated.json" if is_stated else ".json"
-    return FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{ending}"
+    parts = [settings, _code_of(run.trainer), _machine(devices), num_workers, versions]
+    key = json.dumps(parts, sort_keys=True, default=str)
+    return FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def newest_first(run: config.Run, device: str) -> list[dict[str, Any]]:
-    """Return the stored plans of a run, that of the last command first.
-
-    Args:
-        run: The run.
-        device: The kind of the devices, "CPU" or "GPU".
-    """
-    paths = [path_of(run, device, is_stated=is_stated) for is_stated in (False, True)]
-    found = [(_seconds_of(path), plan) for path in paths if (plan := read(path)) is not None]
-    return [plan for _, plan in sorted(found, key=lambda one: one[0], reverse=True)]
-
-
-def _seconds_of(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # removed in this moment
-        return 0.0
+def _machine(devices: PlanDevices) -> list[str]:
+    """Return what is known of the devices: of a CPU the machine and its cores, of GPUs their identities too."""
+    cards = gpus.identities(os.environ) if devices.kind == "GPU" else []
+    machine = [platform.node(), platform.machine(), str(cores.num_allowed_cores())]
+    return [*devices.names, str(devices.are_named), *machine, *cards]
 
 
 def _code_of(trainer: str) -> str:
@@ -95,7 +87,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def is_plan(table: dict[str, Any]) -> bool:
-    """Return whether a table holds a plan, with all that is read of it.
+    """Return whether a table holds a plan with a best layout, with all that is read of it.
 
     Args:
         table: A table of JSON.
@@ -104,16 +96,8 @@ def is_plan(table: dict[str, Any]) -> bool:
         >>> is_plan({"rows": []})
         False
     """
-    rows, measured = table.get("rows"), table.get("measured")
-    return (
-        isinstance(rows, list)
-        and all(map(_is_row, rows))
-        and isinstance(measured, dict)
-        and isinstance(measured.get("device"), str)
-        and isinstance(measured.get("num_devices"), int)
-        and isinstance(table.get("notes"), list)
-        and isinstance(table.get("take"), str | None)
-    )
+    rows, devices = table.get("rows"), table.get("devices")
+    return isinstance(rows, list) and bool(rows) and all(map(_is_row, rows)) and isinstance(devices, dict)
 
 
 def _is_row(row: Any) -> bool:
@@ -121,26 +105,5 @@ def _is_row(row: Any) -> bool:
         isinstance(row, dict)
         and isinstance(row.get("layout"), str)
         and isinstance(row.get("settings"), dict)
-        and isinstance(row.get("fits"), bool | None)
-        and isinstance(row.get("measured_seconds"), int | float | None)
-        and all(isinstance(row.get(name), int | float) for name in ("step_seconds", "memory_bytes"))
+        and isinstance(row.get("step_seconds"), int | float)
     )
-
-
-def to_text(table: dict[str, Any]) -> str:
-    """Return a plan as the text of its file.
-
-    Args:
-        table: The plan.
-    """
-    return json.dumps(table, indent=2) + "\n"
-
-
-def row_of(table: dict[str, Any], layout: str) -> dict[str, Any] | None:
-    """Return the row of a layout in a plan; None if it has none.
-
-    Args:
-        table: A plan.
-        layout: The name of the layout.
-    """
-    return next((row for row in table["rows"] if row["layout"] == layout), None)

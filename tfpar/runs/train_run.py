@@ -28,7 +28,6 @@ from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
 from tfpar.runs.model_flops import ModelFlops
-from tfpar.runs.prediction_file import PredictionRecorder
 from tfpar.runs.run_reporter import RunReporter
 from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
 from tfpar.runs.step_profile import StepProfile
@@ -93,7 +92,6 @@ def _train(
             f"--trace times the actions of a pipeline, received {strategy.describe()}: record its steps with "
             "--profile 5, or leave it out."
         )
-    prediction = PredictionRecorder(directory, choice.run.strategy, strategy)
     strategy.user_message = functools.partial(data.user_message, settings=run.data)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
@@ -117,8 +115,7 @@ def _train(
     if strategy.is_chief:
         _print_repetition(run, directory, position, broken)
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
-    prediction.begin(trainer.model, pipeline.get("record"))
-    return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction, profile)
+    return _fit_and_save(run, directory, trainer, checkpoints, reporter, profile)
 
 
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
@@ -188,7 +185,6 @@ def _fit_and_save(
     trainer: RunTrainer,
     checkpoints: Checkpoints,
     reporter: RunReporter,
-    prediction: PredictionRecorder,
     profile: StepProfile | None,
 ) -> bool:
     """Train to the end or to an interruption, and write the results; return whether it came to its end."""
@@ -222,7 +218,7 @@ def _fit_and_save(
         reporter.note_early_stop(stop)
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
-            _save(directory, trainer, results, reporter, prediction, profile)
+            _save(directory, trainer, results, reporter, profile)
     trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     _print_report(run, directory, trainer, results)
     return True
@@ -258,13 +254,11 @@ def _save(
     trainer: RunTrainer,
     results: dict[str, float],
     reporter: RunReporter,
-    prediction: PredictionRecorder,
     profile: StepProfile | None,
 ) -> None:
     """Write the model and the results, and print them."""
     _require_folder(directory, trainer)
     trainer.save(directory.model)
-    prediction.write(results if profile is None else {})  # a recorded step is longer than others
     directory.finish(results)
     reporter.end(events.TRAINED)
     print(f"\n{summary.summary(directory, results)}")

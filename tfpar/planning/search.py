@@ -1,0 +1,177 @@
+"""The search of a plan: measure the most promising layouts within a budget of seconds. Pure Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tfpar.messages.number_format import three_digits
+from tfpar.planning.candidates import candidates, not_considered
+from tfpar.planning.fitting import least_bytes
+from tfpar.planning.layout import Layout
+from tfpar.planning.model_facts import ModelFacts
+from tfpar.planning.order import CLOSE, next_layout
+from tfpar.planning.plan import Devices, Measured, NotMeasured, Plan, ranked
+from tfpar.planning.quantities import memory
+
+USUAL_BUDGET_SECONDS, MOST_BUDGET_SECONDS = 45.0, 86_400.0
+OUT_OF_MEMORY = "ran out of memory"
+_MEASURED_AGAIN = 2
+
+
+def check_budget(name: str, seconds: float) -> None:
+    """Refuse a budget that is no time to plan.
+
+    Args:
+        name: The name of the argument or flag.
+        seconds: The budget.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{name} must be a number of seconds, received {seconds!r}. Write 60 for a minute.")
+    if not 0 < seconds <= MOST_BUDGET_SECONDS:
+        raise ValueError(f"{name} must be above 0 and at most {MOST_BUDGET_SECONDS:g} (a day), received {seconds}.")
+
+
+class Failed(NamedTuple):
+    """A layout that did not train.
+
+    Args:
+        reason: Why, a sentence.
+        is_refusal: Whether it and all layouts of its family cannot train the model.
+    """
+
+    reason: str
+    is_refusal: bool = False
+
+
+Measure = Callable[[Layout], Measured | Failed]
+
+
+class Search:
+    """One search.
+
+    Args:
+        measure: Trains a layout for some steps.
+        budget_seconds: Seconds that the plan may take.
+        began_seconds: When it began, by `clock`.
+        clock: Returns the present seconds.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        budget_seconds: float,
+        began_seconds: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._measure, self._budget_seconds = measure, budget_seconds
+        self._began_seconds, self._clock = began_seconds, clock
+        self._measured: dict[Layout, Measured] = {}
+        self._took_seconds: dict[Layout, float] = {}
+        self._others: list[NotMeasured] = []
+
+    def plan(
+        self,
+        facts: ModelFacts,
+        devices: Devices,
+        on_one_device: Measured | Failed,
+        settings_of: Callable[[Layout], Mapping[str, Any]],
+    ) -> Plan:
+        """Measure layouts, and return the plan.
+
+        At least one layout of several devices is tried, whatever the budget. No other begins that would probably
+        end after it. The two fastest are measured a second time, if that would not end after it either.
+
+        Args:
+            facts: The model and its batch.
+            devices: The devices.
+            on_one_device: The step on one device.
+            settings_of: As for `ranked`.
+        """
+        self._add(Layout(), on_one_device, self._elapsed_seconds)
+        peak_bytes = on_one_device.memory_bytes if isinstance(on_one_device, Measured) else None
+        recompute = devices.memory_bytes is not None
+        every = candidates(facts, devices.number, devices.num_workers, recompute=recompute)[1:]
+        rest = self._fitting(every, facts, devices, peak_bytes)
+        while (layout := next_layout(rest, self._step_seconds)) is not None and self._has_time():
+            rest.remove(layout)
+            if refusal := self._try(layout):
+                self._others += [NotMeasured(one, refusal) for one in rest if one.family == layout.family]
+                rest = [one for one in rest if one.family != layout.family]
+        self._leave(rest, is_budget=layout is not None)
+        self._measure_again()
+        return ranked(
+            self._measured,
+            facts,
+            devices,
+            settings_of,
+            self._others,
+            seconds=self._elapsed_seconds,
+            budget_seconds=self._budget_seconds,
+            not_considered=tuple(not_considered(facts, devices.number, devices.num_workers)),
+        )
+
+    @property
+    def _elapsed_seconds(self) -> float:
+        return self._clock() - self._began_seconds
+
+    @property
+    def _step_seconds(self) -> dict[Layout, float]:
+        return {layout: measured.step_seconds for layout, measured in self._measured.items()}
+
+    def _fitting(
+        self, layouts: Sequence[Layout], facts: ModelFacts, devices: Devices, peak_bytes: int | None
+    ) -> list[Layout]:
+        if devices.memory_bytes is None:
+            return list(layouts)
+        fitting: list[Layout] = []
+        for layout in layouts:
+            needed_bytes = least_bytes(layout, facts, peak_bytes)
+            if needed_bytes <= devices.memory_bytes:
+                fitting.append(layout)
+            else:
+                there = memory(devices.memory_bytes)
+                self._others.append(NotMeasured(layout, f"needs at least {memory(needed_bytes)} of the {there} there"))
+        return fitting
+
+    def _has_time(self) -> bool:
+        """Return whether another layout, and the second measurement of the fastest, would probably end in time.
+
+        Each is taken to last as long as the longest before.
+        """
+        needed_seconds = (1 + _MEASURED_AGAIN) * max(self._took_seconds.values())
+        return len(self._took_seconds) == 1 or self._elapsed_seconds + needed_seconds <= self._budget_seconds
+
+    def _try(self, layout: Layout) -> str:
+        """Measure a layout; return the reason where its family cannot train the model."""
+        began_seconds = self._elapsed_seconds
+        outcome = self._measure(layout)
+        self._add(layout, outcome, self._elapsed_seconds - began_seconds)
+        return outcome.reason if isinstance(outcome, Failed) and outcome.is_refusal else ""
+
+    def _add(self, layout: Layout, outcome: Measured | Failed, took_seconds: float) -> None:
+        self._took_seconds[layout] = took_seconds
+        if isinstance(outcome, Failed):
+            self._others.append(NotMeasured(layout, outcome.reason))
+        else:
+            self._measured[layout] = outcome
+
+    def _leave(self, rest: Sequence[Layout], *, is_budget: bool) -> None:
+        slow = f"others like it took more than {three_digits(CLOSE)} times the fastest"
+        reason = f"the budget of {self._budget_seconds:g} s was spent" if is_budget else slow
+        self._others += [NotMeasured(layout, reason) for layout in rest]
+
+    def _measure_again(self) -> None:
+        """Measure the two fastest once more: what disturbs the machine for some seconds then shows in their spread."""
+        if len(self._measured) == 1:
+            return
+        for layout in sorted(self._measured, key=self._step_seconds.__getitem__)[:_MEASURED_AGAIN]:
+            if self._elapsed_seconds + self._took_seconds[layout] <= self._budget_seconds:
+                again, first = self._measure(layout), self._measured[layout]
+                if isinstance(again, Measured):
+                    self._measured[layout] = first._replace(laps=(*first.laps, *again.laps))

@@ -1,0 +1,223 @@
+"""Some training steps of one layout, measured in this process; and the facts of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import random_state
+from tfpar.full_precision import full_precision
+from tfpar.loops import memory_errors
+from tfpar.loops.step_functions import StepFunctions
+from tfpar.messages import user_warnings
+from tfpar.messages.reasons import message_of
+from tfpar.pipeline.graph import tracing
+from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES, check_batch_independence, check_synchronized
+from tfpar.pipeline.partition.layer_profile import wait_for_gpus
+from tfpar.planning.first_batches import FirstBatches
+from tfpar.planning.model_facts import ModelFacts
+from tfpar.planning.plan import Measured
+from tfpar.planning.search import OUT_OF_MEMORY, Failed
+from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies import SingleDevice, Strategy
+from tfpar.strategies.tensor_parallel.ways import layout_of
+from tfpar.trainer import Trainer
+
+LAP_SECONDS, ALL_LAPS_SECONDS = 0.2, 2.0
+_LEAST_LAPS, _MOST_LAPS = 3, 9
+
+MakeTrainer = Callable[[Strategy], tuple[Trainer, FirstBatches]]
+
+
+class _Prepared(NamedTuple):
+    """A trainer whose model is built, and its data."""
+
+    trainer: Trainer
+    batch: Any
+    given: FirstBatches
+
+
+def measure(make_trainer: MakeTrainer, make_strategy: Callable[[], Strategy]) -> Measured | Failed:
+    """Train a layout for some steps on one batch, in the compiled loop of `fit`; the model is dropped.
+
+    Args:
+        make_trainer: Returns a trainer under a strategy, and its data.
+        make_strategy: Returns the strategy of the layout.
+    """
+    gc.collect()  # the models of earlier layouts
+    try:
+        with user_warnings.in_trial(), as_python_errors():
+            strategy = make_strategy()  # before TensorFlow starts, where it has not yet
+            with random_state.preserved_random_state():
+                peaks = _Peaks()
+                return _measured(_prepared(make_trainer, strategy), peaks)
+    except MemoryError:
+        return Failed(OUT_OF_MEMORY)
+    except ValueError as error:
+        return Failed(message_of(error), is_refusal=True)
+
+
+def measure_one_device(
+    make_trainer: MakeTrainer, device: str, explain: data.UserMessage = lambda error: None
+) -> tuple[ModelFacts, Measured | Failed]:
+    """Return the facts of a model, and its measured step on one device.
+
+    Args:
+        make_trainer: As for `measure`.
+        device: The device.
+        explain: Returns a sentence about an error of TensorFlow in the data; None for another error.
+
+    Raises:
+        ValueError: If model and data do not fit together, or one device cannot train the model.
+        MemoryError: If the memory of the host is too small for the weights.
+    """
+    with random_state.preserved_random_state(), as_python_errors(explain):
+        try:
+            with as_python_errors():
+                peaks = _Peaks()
+                prepared = _prepared(make_trainer, SingleDevice(device))
+                facts = _facts(prepared, device)
+                return facts, _measured(prepared, peaks)
+        except MemoryError:
+            gc.collect()  # without the weights, which one device may not hold, nothing is known of the layouts
+            return _facts(_prepared(make_trainer, SingleDevice("CPU:0")), "CPU:0"), Failed(OUT_OF_MEMORY)
+
+
+@contextlib.contextmanager
+def as_python_errors(explain: data.UserMessage = lambda error: None) -> Iterator[None]:
+    """Raise an error of TensorFlow as one sentence.
+
+    Args:
+        explain: Returns a sentence about an error of TensorFlow in the data; None for another error.
+
+    Raises:
+        MemoryError: After an error of the memory of a device.
+        ValueError: After another error of TensorFlow.
+    """
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        raise MemoryError(memory_errors.sentence_of(error) or data.cause_of(error)) from error
+    except tf.errors.OpError as error:
+        raise ValueError(explain(error) or data.cause_of(error)) from error
+
+
+def _prepared(make_trainer: MakeTrainer, strategy: Strategy) -> _Prepared:
+    trainer, given = make_trainer(strategy)
+    return _Prepared(trainer, trainer.build(given.first), given)
+
+
+def _measured(prepared: _Prepared, peaks: _Peaks) -> Measured:
+    model, strategy = prepared.trainer.model, prepared.trainer.strategy
+    distributed = strategy.distribute(prepared.given.first.cache().repeat().prefetch(2))
+    loop = StepFunctions(model, strategy).loop("train", distributed)
+    iterator = iter(data.without_autotuning(distributed.dataset))
+    upcoming = iterator.get_next_as_optional()
+
+    def run(num_steps: int) -> float:
+        nonlocal upcoming
+        began_seconds = time.perf_counter()
+        result = loop(iterator, upcoming, num_steps)
+        result.num_steps.numpy()
+        upcoming = result.upcoming
+        wait_for_gpus()
+        return time.perf_counter() - began_seconds
+
+    run(1)  # compiles
+    peaks.restart()
+    return Measured(_laps(run, strategy), peaks.most_bytes())
+
+
+def _laps(run: Callable[[int], float], strategy: Strategy) -> tuple[float, ...]:
+    """Return the seconds of a step in several laps, of as many steps on all workers."""
+    run(1)  # the first steps are slower
+    seconds = run(1)
+    (seconds,) = strategy.all_reduce_sum([seconds if strategy.is_chief else 0.0])
+    num_steps = max(1, round(LAP_SECONDS / seconds))
+    num_laps = round(ALL_LAPS_SECONDS / (num_steps * seconds))
+    return tuple(run(num_steps) / num_steps for _ in range(min(_MOST_LAPS, max(_LEAST_LAPS, num_laps))))
+
+
+class _Peaks:
+    """The peaks of memory: of each GPU, or of all logical CPUs, which share an allocator.
+
+    What is there when it is made, such as other models of the program, does not count.
+    """
+
+    def __init__(self) -> None:
+        gpus = [f"GPU:{number}" for number, _ in enumerate(tf.config.list_logical_devices("GPU"))]
+        self._names = gpus or ["CPU:0"]
+        self._before_bytes = dict.fromkeys(self._names, 0)
+        self._is_counted = self.restart()
+        if self._is_counted:
+            self._before_bytes = {name: _memory(name)["current"] for name in self._names}
+
+    def restart(self) -> bool:
+        """Count from now on; return whether TensorFlow counts the bytes of these devices at all."""
+        try:
+            for name in self._names:
+                tf.config.experimental.reset_memory_stats(name)
+        except ValueError:
+            return False
+        return True
+
+    def most_bytes(self) -> int | None:
+        """Return the highest peak; None where it is not counted."""
+        if not self._is_counted:
+            return None
+        most_bytes = max(_memory(name)["peak"] - before for name, before in self._before_bytes.items())
+        return most_bytes or None  # of a CPU TensorFlow counts large tensors alone
+
+
+def _memory(device: str) -> dict[str, int]:
+    counts: dict[str, int] = tf.config.experimental.get_memory_info(device)
+    return counts
+
+
+def _facts(prepared: _Prepared, device: str) -> ModelFacts:
+    model, batch = prepared.trainer.model, prepared.batch
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    graph, normalizing, uncut = None, tuple[str, ...](), ""
+    try:
+        graph, normalizing = _traced(model, batch, device)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        uncut = ADVICE_OF_PIPELINES.sub("", message_of(error).splitlines()[0]).rstrip(".")
+    return ModelFacts(
+        name=model.name,
+        num_parameters=model.count_params(),
+        batch=int(data.num_rows(batch)),
+        weight_bytes=sum(map(num_bytes, model.variables)),
+        variable_bytes=tuple(map(num_bytes, model.trainable_variables)),
+        slot_bytes=sum(map(num_bytes, model.optimizer.variables)),
+        num_blocks=0 if graph is None else len(graph.calls),
+        uncut=uncut,
+        divides_layers=graph is not None and _divides_layers(model, graph),
+        normalizing=normalizing,
+        wait_seconds=prepared.given.wait_seconds,
+    )
+
+
+def _traced(model: keras.Model, batch: Any, device: str) -> tuple[tracing.Graph, tuple[str, ...]]:
+    """Return the graph of a model that can be cut, and the layers that normalize each micro-batch."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    with random_state.stand_in_generator():
+        graph = tracing.trace(model, inputs)
+        flat = tracing.standardize(model, inputs)
+    with tf.device(device), full_precision():
+        check_synchronized(graph)
+        return graph, tuple(check_batch_independence(graph, flat, training=True).batch_normalizations)
+
+
+def _divides_layers(model: keras.Model, graph: tracing.Graph) -> bool:
+    try:
+        return any(way is not None for way in layout_of(model, graph, 2, None).ways)
+    except (ValueError, TypeError):
+        return False
