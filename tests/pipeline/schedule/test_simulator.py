@@ -247,13 +247,3 @@ def test_a_replica_with_smaller_micro_batches_ends_earlier() -> None:
     durations = Durations((1.0,), (2.0,), (), (), (), microbatch_scale=(1, 1, 1, 0.5))
     ends = [max(span.end_seconds for span in simulate(grid, durations).spans if span.device == one) for one in (0, 1)]
     assert ends == [6.0, 4.5]
-
-
-def test_devices_that_slow_each_other_down_take_longer_only_while_both_compute() -> None:
-    alone = Durations((1.0, 1.0), (1.0, 1.0), (), (), transfer_seconds=(0.0,))
-    shared = dataclasses.replace(alone, slowdown=(1.0, 1.5))
-    one, four = (schedule.make("gpipe", num_stages=2, num_microbatches=number) for number in (1, 4))
-    assert simulate(one, shared).step_seconds == simulate(one, alone).step_seconds == 4
-    # The stages overlap in three of five slots of each pass.
-    assert simulate(four, alone).step_seconds == 10
-    assert simulate(four, shared).step_seconds == 2 * (1 + 3 * 1.5 + 1)

@@ -13,7 +13,6 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from tfpar.pipeline.schedule import Action, Kind, Schedule
-from tfpar.pipeline.schedule.contention import contended_times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,6 @@ class Durations:
         microbatch_scale: Size of each micro-batch, relative to a full one: one entry for each micro-batch. Durations
             of actions and transfers, and bytes of activations, are proportional to it. () if all micro-batches are
             full; (1, 1, 1, 0.5) if the last of four is half as large.
-        slowdown: Seconds of an action with 1, 2 and so on devices at once, relative to one; the last holds for more. ()
-            for devices that do not slow each other down.
 
     Example:
         >>> two_stages = Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.1,))
@@ -66,7 +63,6 @@ class Durations:
     until_weight_gradient_bytes: tuple[int, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
     microbatch_scale: tuple[float, ...] = ()
-    slowdown: tuple[float, ...] = ()
 
 
 def microbatch_scale(num_examples: int, num_microbatches: int) -> tuple[float, ...]:
@@ -128,9 +124,8 @@ class Timeline:
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Compute the start and end of each action, the longest path through the schedule.
 
-    An action starts as soon as its device is free and its inputs have arrived, and takes longer where devices slow each
-    other down. Transfers overlap with actions and with each other, and start when their tensor is ready. There are no
-    transfers between stages of one device.
+    An action starts as soon as its device is free and its inputs have arrived. Transfers overlap with actions and with
+    each other, and start when their tensor is ready. There are no transfers between stages of one device.
 
     Args:
         schedule: A valid schedule (`schedule.check`).
@@ -179,8 +174,15 @@ def _spans(schedule: Schedule, durations: Durations) -> list[Span]:
             return 0.0
         return durations.transfer_seconds[min(sent.stage, action.stage)] * scale[action.microbatch]
 
-    times = contended_times(schedule, seconds_of, transfer_seconds_of, durations.slowdown or (1.0,))
-    return [Span(action, device_of(action), *times[action]) for action in schedule.in_order()]
+    spans: dict[Action, Span] = {}
+    free_seconds = collections.defaultdict[int, float](float)
+    for action in schedule.in_order():
+        device = device_of(action)
+        arrivals = [spans[one].end_seconds + transfer_seconds_of(one, action) for one in schedule.dependencies(action)]
+        begin_seconds = max(free_seconds[device], *arrivals, 0.0)
+        free_seconds[device] = begin_seconds + seconds_of(action)
+        spans[action] = Span(action, device, begin_seconds, free_seconds[device])
+    return list(spans.values())
 
 
 def last_ends(schedule: Schedule, spans: Iterable[Span]) -> list[float]:
