@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import data
+from tfpar import cluster, data
 from tfpar._compat import random_state
 from tfpar.full_precision import full_precision
 from tfpar.loops import memory_errors
@@ -152,8 +152,8 @@ class _Peaks:
     """
 
     def __init__(self) -> None:
-        gpus = [f"GPU:{number}" for number, _ in enumerate(tf.config.list_logical_devices("GPU"))]
-        self._names = gpus or ["CPU:0"]
+        names = cluster.configured_devices(None)  # of this process alone
+        self._names = names if names[0].startswith("GPU") else ["CPU:0"]
         self._before_bytes = dict.fromkeys(self._names, 0)
         self._is_counted = self.restart()
         if self._is_counted:
