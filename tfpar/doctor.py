@@ -109,6 +109,8 @@ def main(argv: list[str]) -> int:
             sys.stdout.flush()
             os._exit(code)
         return code
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print("\n".join(command_line.error_lines(str(error))), file=sys.stderr)
         return 2

@@ -106,6 +106,8 @@ def main(argv: list[str]) -> int:
             plan_files.check_writable(Path(_WRITE.value))
         plan = _measured(run)
         return 0 if plan is None else _show(run, plan)
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
         print("\n".join(command_line.error_lines(str(error))), file=sys.stderr)
         return 2
