@@ -312,7 +312,7 @@ def permuted(inputs: Any, seed: Any) -> Any:
 def random_sequence() -> keras.Model:
     tokens = keras.Input((SENTENCES.shape[1],), dtype="int32")
     hidden = layers.Embedding(9, 4, mask_zero=True)(tokens)
-    hidden = layers.Dropout(0.5)(layers.LSTM(4, return_sequences=True)(hidden))
+    hidden = layers.Dropout(0.5)(layers.Dense(4)(hidden))
     hidden = layers.MultiHeadAttention(2, 2, dropout=0.3)(hidden, hidden)
     hidden = layers.BatchNormalization()(layers.GaussianNoise(0.1)(hidden))
     model = keras.Model(tokens, layers.Dense(NUM_FEATURES)(layers.GlobalAveragePooling1D()(hidden)))
@@ -381,8 +381,8 @@ IN_PYTHON = {
         with_layers(loss=lambda y, p: ops.square(y - p) * np.random.rand()),
         {"mirrored": Refused("which draws from NumPy or Python")},
     ),
-    "in a model's own call": Case(
-        own(by_coin, lambda: [layers.Dense(4)]),
+    "in a layer of an own call": Case(
+        own(make=lambda: [layers.Dense(4), Applies(by_coin)]),
         {"mirrored": Refused("which draws from NumPy or Python", "predict")},
         calls=("predict",),
     ),
@@ -743,11 +743,15 @@ UNTRACKED = {
     "variable of Keras": Case(counting(variable_of_keras), dict.fromkeys(UNTRACKED_PARTS, CHANGED) | WHOLE),
     "generator": Case(with_layers(of_generator), {"mirrored": RUNS, "one micro-batch": KEPT, "weights sharded": KEPT}),
     "loss": Case(
-        with_layers(loss=CountingLoss),
+        lambda: with_layers(loss=CountingLoss())(),
         dict.fromkeys(UNTRACKED_PARTS, Refused("received 'tested', which changes the variable 'count'")),
     ),
     "tf.Variable": Case(counting(variable_of_tensorflow), dict.fromkeys(UNTRACKED_PARTS, CHANGED) | WHOLE),
-    "tf.function": Case(counting(variable_of_tensorflow, tf.function), dict.fromkeys(UNTRACKED_PARTS, CHANGED)),
+    "tf.function": Case(
+        counting(variable_of_tensorflow, tf.function),
+        # TensorFlow names neither the layer nor the variable.
+        dict.fromkeys(UNTRACKED_PARTS, Refused("keep its state in weights that Keras tracks")),
+    ),
 }
 
 

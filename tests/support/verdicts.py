@@ -114,7 +114,7 @@ def with_layers(*makes: Callable[[], Any], optimizer: Any = None, loss: Any = "m
     Args:
         *makes: Each makes a layer.
         optimizer: Makes the optimizer; SGD by default.
-        loss: A loss, or a function without arguments that makes one.
+        loss: The loss of the model.
         **compiled: Further arguments of `compile`.
     """
 
