@@ -76,7 +76,7 @@ COMMAND = command_line.Command(
         "python -m tfpar.launch --num_workers 2 -- -m tfpar.plan --config run.toml",
     ],
     details=lambda: (
-        "Each layout is trained for some steps at the global batch of the configuration,\nin a process of its own. No "
+        "Layouts are trained for some steps at the global batch of the configuration, in\nprocesses of their own. No "
         "model is kept. Under tfpar.launch the workers\nmeasure layouts together.\n\n"
         "Exit code 0: a layout is first; 1: none could be measured; 2: something is\nwrong."
     ),

@@ -142,10 +142,15 @@ class Search:
     def _has_time(self) -> bool:
         """Return whether another layout, and the second measurement of the fastest, would probably end in time.
 
-        Each is taken to last as long as the longest before.
+        Another one is taken to last as long as the longest of several devices before.
         """
-        needed_seconds = (1 + _MEASURED_AGAIN) * max(self._took_seconds.values())
-        return len(self._took_seconds) == 1 or self._elapsed_seconds + needed_seconds <= self._budget_seconds
+        others = [seconds for layout, seconds in self._took_seconds.items() if layout.num_devices > 1]
+        again_seconds = sum(self._took_seconds[layout] for layout in self._fastest)
+        return not others or self._elapsed_seconds + max(others) + again_seconds <= self._budget_seconds
+
+    @property
+    def _fastest(self) -> list[Layout]:
+        return sorted(self._measured, key=self._step_seconds.__getitem__)[:_MEASURED_AGAIN]
 
     def _try(self, layout: Layout) -> str:
         """Measure a layout; return the reason where its family cannot train the model."""
@@ -170,7 +175,7 @@ class Search:
         """Measure the two fastest once more: what disturbs the machine for some seconds then shows in their spread."""
         if len(self._measured) == 1:
             return
-        for layout in sorted(self._measured, key=self._step_seconds.__getitem__)[:_MEASURED_AGAIN]:
+        for layout in self._fastest:
             if self._elapsed_seconds + self._took_seconds[layout] <= self._budget_seconds:
                 again, first = self._measure(layout), self._measured[layout]
                 if isinstance(again, Measured):

@@ -1,80 +1,123 @@
-"""The measurement of a layout in a process of its own; no TensorFlow."""
+"""The measurement of layouts in processes of their own; no TensorFlow."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tfpar import config
 from tfpar.messages.received import excerpt
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Measured
-from tfpar.planning.search import Failed
+from tfpar.planning.search import OUT_OF_MEMORY, Failed
 from tfpar.runs.plan_files import with_strategy
 
-_PROGRAM, _SENTENCE_CODE = "tfpar.runs.layout_program", 2
+_PROGRAM = "tfpar.runs.layout_program"
 _LONGEST = 300
 
 
-def measure(text: str) -> Measured | Failed:
-    """Train a run for some steps, and wait for the end.
+class LayoutProcesses(contextlib.ExitStack):
+    """The processes that measure layouts, one after another: a context, at whose end the last one ends.
 
-    Args:
-        text: The configuration of the run, under the layout to measure.
+    One process measures the layouts that need the same of it, as its start takes seconds.
     """
-    result = _result(text, ())
-    return result if isinstance(result, Failed) else _outcome(result)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="tfpar-plan-")))
+        self._process: subprocess.Popen[str] | None = None
+        self._needs: Hashable = None
+        self.callback(self._end)
 
-def measure_one_device(run: config.Run, devices: Sequence[str]) -> tuple[ModelFacts, int | None, Measured | Failed]:
-    """Measure a run on one device, and return the facts of its model.
+    def measure(self, text: str, needs: Hashable = None) -> Measured | Failed:
+        """Train a run for some steps, and wait for the end.
 
-    Args:
-        run: The run.
-        devices: Names of the devices of this worker, the measured one first.
+        Args:
+            text: The configuration of the run, under the layout to measure.
+            needs: What the layout needs of its process, such as a number of logical CPUs; None for a new process.
+        """
+        is_new = self._prepare(needs)
+        outcome = _outcome(self._answer(text, ()))
+        if outcome == Failed(OUT_OF_MEMORY) and not is_new:  # earlier layouts may hold some of it
+            self._end()
+            return self.measure(text, needs)
+        return outcome
 
-    Returns:
-        The facts; the bytes of memory of the device with the least, None where there is no limit; and the steps.
+    def measure_one_device(
+        self, run: config.Run, devices: Sequence[str]
+    ) -> tuple[ModelFacts, int | None, Measured | Failed]:
+        """Measure a run on one device, and return the facts of its model.
 
-    Raises:
-        ValueError: If run, model and data do not fit together.
-    """
-    table = _result(config.dump(with_strategy(run, {"kind": "single_device"})), devices)
-    if isinstance(table, Failed):
-        raise ValueError(table.reason)
-    facts = table["facts"]
-    facts |= {name: tuple(facts[name]) for name in ("variable_bytes", "normalizing")}
-    return ModelFacts(**facts), table["free_bytes"], _outcome(table)
+        Args:
+            run: The run.
+            devices: Names of the devices of this worker, the measured one first.
 
+        Returns:
+            The facts; the bytes of memory of the device with the least, None where there is no limit; and the steps.
 
-def _outcome(table: Mapping[str, Any]) -> Measured | Failed:
-    if table["is_measured"]:
-        return Measured(tuple(table["laps"]), table["memory_bytes"])
-    return Failed(table["reason"], table["is_refusal"])
+        Raises:
+            ValueError: If run, model and data do not fit together.
+        """
+        self._prepare(None)
+        answer = self._answer(config.dump(with_strategy(run, {"kind": "single_device"})), devices)
+        if isinstance(answer, Failed):
+            raise ValueError(answer.reason)
+        facts = answer["facts"]
+        facts |= {name: tuple(facts[name]) for name in ("variable_bytes", "normalizing")}
+        return ModelFacts(**facts), answer["free_bytes"], _outcome(answer)
 
+    def _prepare(self, needs: Hashable) -> bool:
+        """Begin a process for what a layout needs; return False where there is one."""
+        if self._process is not None and self._process.poll() is None and needs is not None and needs == self._needs:
+            return False
+        self._end()
+        with self._errors("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._needs = needs
+        return True
 
-def _result(text: str, words: Sequence[str]) -> dict[str, Any] | Failed:
-    """Run the program, and return its result."""
-    with tempfile.TemporaryDirectory(prefix="tfpar-plan-") as folder:
-        file, result = Path(folder, "run.toml"), Path(folder, "result.json")
+    def _answer(self, text: str, devices: Sequence[str]) -> dict[str, Any] | Failed:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        file = self._folder / "run.toml"
         file.write_text(text)
-        ended = subprocess.run(
-            [sys.executable, "-m", _PROGRAM, str(file), str(result), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if ended.returncode == 0 and result.exists():
-            table: dict[str, Any] = json.loads(result.read_text())
-            return table
-    if ended.returncode == _SENTENCE_CODE:
-        return Failed(ended.stderr.strip(), is_refusal=True)
-    last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    return Failed(f"the process that measures it ended with {ended.returncode}: {excerpt(last, _LONGEST)}")
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"file": str(file), "devices": list(devices)}), file=process.stdin, flush=True)
+        if line := process.stdout.readline():
+            answer: dict[str, Any] = json.loads(line)
+            return Failed(answer["error"], is_refusal=True) if "error" in answer else answer
+        with self._errors("r") as errors:
+            last = (errors.read().strip().splitlines() or ["no message"])[-1]
+        return Failed(f"the process that measures it ended with {process.wait()}: {excerpt(last, _LONGEST)}")
+
+    def _errors(self, mode: str) -> IO[str]:
+        return (self._folder / "errors").open(mode)
+
+    def _end(self) -> None:
+        if self._process is not None:
+            with self._process as process, contextlib.suppress(BrokenPipeError):
+                assert process.stdin is not None
+                process.stdin.close()
+            self._process = None
+
+
+def _outcome(answer: Mapping[str, Any] | Failed) -> Measured | Failed:
+    if isinstance(answer, Failed):
+        return answer
+    if answer["is_measured"]:
+        return Measured(tuple(answer["laps"]), answer["memory_bytes"])
+    return Failed(answer["reason"], answer["is_refusal"])

@@ -1,7 +1,10 @@
-"""The program of a process that trains one layout of a run for some steps, as the train command would train it.
+"""The program of a process that trains layouts of a run for some steps, as the train command would train them.
 
-A process of its own has the devices, threads and memory of the layout alone, and it can form a cluster: TensorFlow
-forms one cluster in a process. In a job of several workers each of them runs this program at the same time.
+A process of its own has the devices, threads and memory of its layouts alone, and it can form a cluster: TensorFlow
+forms one in a process. In a job of several workers each of them runs this program at the same time.
+
+    {"file": "run.toml", "devices": []}       a line of standard input for each layout
+    {"is_measured": true, "laps": [...]}      its answer, a line of standard output
 """
 
 from __future__ import annotations
@@ -10,42 +13,43 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tfpar import cluster, config
 from tfpar.commands import parent_process
 
-FAILED = 2
 
+def main() -> int:
+    """Answer each line of standard input, to its end.
 
-def main(file: str, result: str, *devices: str) -> int:
-    """Measure the layout that the configuration of a run has, and write its steps as JSON.
-
-    Args:
-        file: The configuration.
-        result: The file to write.
-        devices: With names of devices, the run is measured on the first of them, as one device, and the facts of the
-            model are written too.
+    With names of devices in a line, the run is measured on the first of them, as one device, and the facts of its
+    model are in the answer too. An error in configuration, model or data is a sentence.
 
     Returns:
-        The exit code: 0, or 2 after an error in configuration, model or data, with a sentence on standard error.
+        The exit code, 0.
     """
     parent_process.end_with_parent()
-    try:
-        with cluster.native_messages_to(Path(os.devnull)):
-            Path(result).write_text(json.dumps(_measured(config.load(file), devices)))
-        return 0
-    except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
-        print(error, file=sys.stderr)
-        return FAILED
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what models and data print is no answer
+    with cluster.native_messages_to(Path(os.devnull)):
+        for line in sys.stdin:
+            try:
+                answer = _measured(**json.loads(line))
+            except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
+                answer = {"error": str(error)}
+            print(json.dumps(answer), file=answers, flush=True)
+    return 0
 
 
-def _measured(run: config.Run, devices: tuple[str, ...]) -> dict[str, Any]:
+def _measured(file: str, devices: Sequence[str]) -> dict[str, Any]:
     from tfpar import data, strategies
     from tfpar.planning import first_batches, trial
     from tfpar.planning.plan import Measured
     from tfpar.runs import run_data, user_trainer
+
+    run = config.load(file)
 
     def make_trainer(strategy: strategies.Strategy) -> tuple[Any, first_batches.FirstBatches]:
         with strategy.raising_on_all_workers(f"The constructor of {run.trainer}"):
@@ -63,4 +67,4 @@ def _measured(run: config.Run, devices: tuple[str, ...]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))
+    raise SystemExit(main())

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator
 
 from tfpar.cluster import rendezvous, tf_config
-from tfpar.runs import layout_process
+from tfpar.runs.layout_process import LayoutProcesses
 
 _DONE = "done"
 
@@ -74,7 +74,8 @@ def follow(job: tf_config.Job, form_seconds: float) -> None:
     while (text := lines.read()) != "":
         if text is None:
             raise ConnectionError(f"The chief, {job.addresses[0]}, is lost. See its output, and start the job again.")
-        layout_process.measure(text)
+        with LayoutProcesses() as processes:
+            processes.measure(text)
         lines.write(_DONE)
 
 

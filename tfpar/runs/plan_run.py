@@ -1,4 +1,4 @@
-"""The plan of a run: layouts of its configuration, each trained for some steps in a process of its own."""
+"""The plan of a run: layouts of its configuration, trained for some steps in processes of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tfpar.planning.layout import Layout
 from tfpar.planning.plan import Devices, Measured, Plan
 from tfpar.planning.progress import progress
 from tfpar.planning.search import Failed, Search
-from tfpar.runs import layout_process, plan_job, stored_plans
+from tfpar.runs import plan_job, stored_plans
+from tfpar.runs.layout_process import LayoutProcesses
 from tfpar.runs.plan_devices import PlanDevices
 from tfpar.runs.plan_files import with_strategy
 
@@ -41,7 +42,8 @@ def plan_of(run: config.Run, devices: PlanDevices, budget_seconds: float) -> Pla
     num_workers = 1 if job is None else job.num_workers
     others = None if job is None or num_workers == 1 else plan_job.OtherWorkers(job, form_seconds)
     try:
-        plan = _Planner(run, devices, num_workers, others).plan(budget_seconds)
+        with LayoutProcesses() as processes:
+            plan = _Planner(run, devices, num_workers, others, processes).plan(budget_seconds)
     finally:
         if others is not None:
             others.end()
@@ -51,23 +53,31 @@ def plan_of(run: config.Run, devices: PlanDevices, budget_seconds: float) -> Pla
 
 class _Planner:
     def __init__(
-        self, run: config.Run, devices: PlanDevices, num_workers: int, others: plan_job.OtherWorkers | None
+        self,
+        run: config.Run,
+        devices: PlanDevices,
+        num_workers: int,
+        others: plan_job.OtherWorkers | None,
+        processes: LayoutProcesses,
     ) -> None:
-        self._run, self._devices, self._num_workers, self._others = run, devices, num_workers, others
+        self._run, self._devices, self._num_workers = run, devices, num_workers
+        self._others, self._processes = others, processes
 
     def plan(self, budget_seconds: float) -> Plan:
         search = Search(self._measure, budget_seconds, time.perf_counter())
         with progress("planning: measuring one device ..."):
-            facts, memory_bytes, outcome = layout_process.measure_one_device(self._run, self._devices.names)
+            facts, memory_bytes, outcome = self._processes.measure_one_device(self._run, self._devices.names)
         devices = Devices(self._devices.kind, len(self._devices.names), self._num_workers, memory_bytes)
         return search.plan(facts, devices, outcome, self._devices.settings_of)
 
     def _measure(self, layout: Layout) -> Measured | Failed:
         with progress(f"planning: measuring {layout} ..."):
             if layout.num_devices == 1:
-                return layout_process.measure_one_device(self._run, self._devices.names)[-1]
+                return self._processes.measure_one_device(self._run, self._devices.names)[-1]
             text = config.dump(with_strategy(self._run, self._devices.settings_of(layout)))
             if self._others is None:
-                return layout_process.measure(text)
+                # Logical CPUs divide the cores of a process.
+                needs = layout.num_devices if self._devices.kind == "CPU" else self._devices.kind
+                return self._processes.measure(text, needs)
             with self._others.measuring(text):
-                return layout_process.measure(text)
+                return self._processes.measure(text)
