@@ -72,7 +72,7 @@ class _Planner:
 
     def _measure(self, layout: Layout) -> Measured | Failed:
         with progress(f"planning: measuring {layout} ..."):
-            if layout.num_devices == 1:
+            if layout.num_devices == 1 and self._others is not None:  # which the chief trains alone
                 return self._processes.measure_one_device(self._run, self._devices.names)[-1]
             text = config.dump(with_strategy(self._run, self._devices.settings_of(layout)))
             if self._others is None:
