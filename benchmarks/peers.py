@@ -12,9 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
-
-Peer = Literal["torch", "tf_keras"]
+from typing import Any
 
 # tf_keras shall run on the TensorFlow that is installed, so pip must not bring another one.
 REQUIREMENTS: dict[str, tuple[str, ...]] = {

@@ -16,7 +16,6 @@ from benchmarks import network
 from benchmarks.network import Host
 from tests import ROOT
 
-NETWORK = network.NETWORK
 NEEDS_ROOT = "needs root and the command ip: it makes network namespaces"
 
 

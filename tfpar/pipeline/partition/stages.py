@@ -44,11 +44,6 @@ class Stage:
     outputs: tuple[Value, ...]
 
     @property
-    def passthrough(self) -> tuple[Value, ...]:
-        """The inputs that are outputs too: outputs of the model that earlier stages compute, or inputs of the model."""
-        return tuple(value for value in self.outputs if value in self.inputs)
-
-    @property
     def computed(self) -> tuple[Value, ...]:
         """The outputs that its calls compute."""
         return tuple(value for value in self.outputs if value not in self.inputs)
