@@ -25,7 +25,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 from tests.support.private_names import NO_ATTRIBUTES, ROWS, Row
-from tfpar._compat import keras_lazy_imports, tf_graph, tf_server
+from tfpar._compat import keras_lazy_imports, tf_server
 
 ROOT = next(parent for parent in Path(__file__).parents if (parent / "setup.cfg").exists())
 SITE_PACKAGES = {
@@ -228,31 +228,3 @@ def touch(model):
         *(loss, f"{loss}.first", f"{loss}.second", f"{loss}.fifth"),
         *("tensorflow.python.eager", "_third", "_fourth"),
     }
-
-
-@pytest.mark.parametrize(("is_kept", "num_products"), [(True, 1), (False, 0)])
-def test_tensors_for_control_dependencies_alone_are_computed_if_they_must_be(
-    is_kept: bool, num_products: int, logical_cpus: list[str]
-) -> None:
-    """Grappler removes such a product: a step without its update would have no backward pass."""
-    variable = tf.Variable(0.0)
-
-    def one(number: tf.Tensor, matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        products = [tf.linalg.matmul(matrix, matrix)]
-        with tf.control_dependencies(tf_graph.computed(products) if is_kept else products):
-            variable.assign_add(1.0)
-        return number + 1, matrix
-
-    @tf.function(autograph=False)
-    def step(matrix: tf.Tensor) -> tf.Tensor:
-        return tf.while_loop(lambda number, _: number < 2, one, (0, matrix))[0]
-
-    context.context().enable_graph_collection()
-    try:
-        step(tf.ones([4, 4]))
-        graphs = context.context().export_run_metadata().function_graphs
-    finally:
-        context.context().disable_graph_collection()
-    optimized = graphs[-1].post_optimization_graph
-    nodes = [*optimized.node, *(node for function in optimized.library.function for node in function.node_def)]
-    assert sum(node.op in ("MatMul", "_MklMatMul") for node in nodes) == num_products

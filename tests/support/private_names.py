@@ -459,8 +459,6 @@ ROWS = [
         "the gradient of a layer's weights before that of its inputs",
     ),
     _tensorflow("tensorflow.python.framework.ops.Operation", "_set_device", "framework/ops", "the device of constants"),
-    _tensorflow("tensorflow.python.framework.ops.Operation", "_set_attr", "framework/ops", "operations that must run"),
-    _tensorflow("tensorflow.core.framework.attr_value_pb2", "AttrValue", "framework/ops", "operations that must run"),
     _tensorflow(
         "tensorflow.python.distribute.numpy_dataset",
         "SingleDevice",
@@ -582,5 +580,4 @@ NO_ATTRIBUTES = {
     "_noinline",
     "_nospecialize",
     "_grappler_ArithmeticOptimizer_AddOpsRewriteStage",
-    "_grappler_do_not_remove",
 }

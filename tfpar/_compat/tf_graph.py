@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import deprecation
 
@@ -90,21 +89,6 @@ def place_constants(op: tf.Operation, device: str) -> None:
     for tensor in op.inputs:
         if tensor.op.type == "Const" and tensor.dtype.is_floating and not tensor.op.device:
             tensor.op._set_device(device)
-
-
-def computed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return tensors of a graph that are computed even if control dependencies alone need them.
-
-    Grappler of TensorFlow 2.21 makes such an operation one that computes nothing, except with this attribute
-    (`tensorflow/core/grappler/grappler_item.cc`).
-
-    Args:
-        tensors: Tensors of a graph.
-    """
-    found = [tf.identity(tensor) for tensor in tensors]
-    for tensor in found:
-        tensor.op._set_attr("_grappler_do_not_remove", attr_value_pb2.AttrValue(b=True))
-    return found
 
 
 def assigns(kind: str) -> bool:
