@@ -1,4 +1,4 @@
-"""Stages with equal operations are differentiated, split and compiled once; all others are not."""
+"""Stages with equal layer calls are differentiated, split and compiled once; all others are not."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tfpar.reduction.losses_in_call import Way
 
 
 class EqualStages(NamedTuple):
-    """The compiled stages of a model by their traces: those with equal operations have one.
+    """The compiled stages of a model by their traces: those with equal layer calls have one.
 
     Args:
         options: How all of them are compiled.
