@@ -1,4 +1,4 @@
-"""Attacks on this project: hostile input, kills at any moment, damaged files, strangers on the network.
+"""Attacks on this project: hostile input, damaged files, strangers on the network.
 
 Each module is one attack. CI runs a short, fixed sample of it as a test; `python -m tests.attacks <module>` runs it
 for long.
