@@ -28,6 +28,7 @@ def fit(strategy: str, folder: Path, batch_size: int, interrupt_at: int | None =
     return int(trainer.model.optimizer.iterations.numpy())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", small.STRATEGIES)
 def test_another_batch_size_within_an_epoch_is_refused(strategy: str, tmp_path: Path) -> None:
     """Half of the examples would never be trained on: four batches of 16 are all, and four of 8 were read."""
@@ -70,6 +71,7 @@ def said(capsys: pytest.CaptureFixture[str], folder: Path) -> list[str]:
     return [line for line in lines if "FOLDER" in line]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_fit_says_where_it_resumes_and_that_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verbose: int

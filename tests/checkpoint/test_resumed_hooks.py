@@ -34,7 +34,7 @@ def lowered(epoch: int, rate: float) -> float:
     return rate * 0.7
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", small.STRATEGIES)
 @pytest.mark.parametrize("interrupt_at", [7, 10, 15])
 def test_a_rate_that_is_lowered_by_a_factor_is_not_lowered_twice(
@@ -71,7 +71,7 @@ def test_a_changed_hook_takes_effect_in_the_resumed_epoch(tmp_path: Path) -> Non
     assert float(resumed.model.optimizer.learning_rate) == pytest.approx(0.02)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 def test_weights_that_a_hook_starts_anew_keep_the_steps_since(tmp_path: Path) -> None:
     class StartAnew(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: object = None) -> None:

@@ -34,6 +34,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extended
 def test_a_machine_without_gpus_says_so_and_checks_the_rest(tmp_path: Path) -> None:
     ended = run("--json", "--logical_cpus", "1", folder=tmp_path)
     assert ended.stderr == ""

@@ -34,6 +34,7 @@ def source(function: Callable[[], Any], **settings: Any) -> ModelSource:
     return ModelSource(function=f"{doctor_models.__name__}:{function.__name__}", **settings)
 
 
+@pytest.mark.extended
 @with_children
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_a_device_that_computes_a_model_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +53,7 @@ FAILING = {
 }
 
 
+@pytest.mark.extended
 @with_children
 def test_a_model_function_that_fails_is_reported_as_the_users() -> None:
     tasks = [on_device("model_tasks.step", "CPU:0", NO_GPUS, source=source(one), **ONE_STEP) for one in FAILING]
@@ -139,6 +141,7 @@ def test_a_function_that_no_process_can_import_is_refused() -> None:
 PIPELINE = ("strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("function", "overrides", "switched_off", "bound"),
     [

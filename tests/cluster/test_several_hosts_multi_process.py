@@ -155,6 +155,7 @@ def test_a_link_that_goes_down_is_noticed_in_time(cut: Cut) -> None:
     assert cut.noticed_seconds < 2 * SILENCE_SECONDS + 15
 
 
+@pytest.mark.extended
 def test_every_script_gets_one_error_that_names_the_silent_host(cut: Cut, machines: list[hosts.Host]) -> None:
     for rank, one in enumerate(cut.ended):
         [sentence] = one.said("lost")

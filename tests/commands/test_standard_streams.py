@@ -116,6 +116,7 @@ def test_other_processes_than_the_commands_are_left_alone(monkeypatch: pytest.Mo
         assert start_up.is_command() == is_command, original
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_a_training_without_a_reader_ends_and_resumes(tmp_path: Path) -> None:
     small = ["--config", str(command.ROOT / "configs" / "regression_small.toml"), "--directory", "run"]

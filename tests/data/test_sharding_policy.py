@@ -83,7 +83,7 @@ def test_files_of_a_folder_are_sharded(folder: config.Data) -> None:
     assert "4 files in 3 shards, unevenly, so that the last batches of an epoch are smaller" in uneven
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("changes", [{"shard_by": "example", "cache": True}])
 def test_sharded_digits_are_the_same_for_any_number_of_workers(digits: config.Data, changes: dict[str, Any]) -> None:
     settings = changed(digits, num_shards=4, augmentation=("flip", "shift"), validation_split=None, **changes)

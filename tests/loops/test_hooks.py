@@ -171,7 +171,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FITS)
 def test_fit_calls_every_hook_as_keras_does(both: Both, name: str) -> None:
     settings = FITS[name] | ({"validation_data": data()} if "validation_data" in FITS[name] else {})

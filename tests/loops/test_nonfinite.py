@@ -79,6 +79,7 @@ def both(compiled: Both) -> Both:
     return compiled.reset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps_per_call", [None, 1, 100])
 def test_training_continues_as_under_keras(both: Both, steps_per_call: int | None) -> None:
     only_tfpar = {"nonfinite_loss": "continue", "steps_per_call": steps_per_call}
@@ -86,6 +87,7 @@ def test_training_continues_as_under_keras(both: Both, steps_per_call: int | Non
     assert int(both.trainer.model.optimizer.iterations.numpy()) == 10
 
 
+@pytest.mark.few(1)
 def test_a_validation_that_is_not_finite_does_not_end_the_training(both: Both) -> None:
     both.fit(sound(), epochs=2, validation_data=poisoned(), only_tfpar={"nonfinite_loss": "continue"})
     assert both.trainer.model.optimizer.iterations.numpy() == 10
@@ -133,6 +135,7 @@ def test_another_word_is_refused(both: Both) -> None:
 # --- the callback that decides
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 @pytest.mark.parametrize("choice", ["stop", "continue"])
 def test_terminate_on_nan_ends_the_training_as_under_keras(

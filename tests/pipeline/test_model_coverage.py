@@ -28,7 +28,7 @@ from tests.support.small import assert_same_history, assert_same_state, state
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", sampled(MODELS, of_ci=[*MODELS][::2]), ids=lambda name: name.replace(" ", "_"))
 def test_a_model_trains_and_evaluates_as_on_one_device(name: str) -> None:
     assert_pipeline_equals_one_device(*MODELS[name], near_zero=1e-12)

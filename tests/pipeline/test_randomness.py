@@ -77,6 +77,7 @@ def test_with_one_micro_batch_chance_is_that_of_one_device() -> None:
     assert_same_state(state(trainer.model), state(model), TOLERANCE)
 
 
+@pytest.mark.extended
 def test_with_several_micro_batches_neither_recomputation_nor_the_schedule_changes_chance() -> None:
     states = []
     for schedule, recompute in (("1f1b", False), ("1f1b", True), ("zero_bubble", True)):
@@ -131,6 +132,7 @@ class AddsDrawnRow(layers.Layer):
         return features + self.table(self.draw(self.generator))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "draw",
     [

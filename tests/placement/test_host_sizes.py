@@ -50,13 +50,14 @@ def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(8)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, of_ci=("replicas", "weights", "layers", "stages")))
 def test_equals_one_device(strategy: str) -> None:
     with placement_cases.as_gpus():
         small.assert_trains_as_one_device(sequences, data, STRATEGIES[strategy])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["single device", "replicas", "weights", "layers", "stages"])
 def test_predictions_equal_those_of_keras(strategy: str) -> None:
     keras.utils.set_random_seed(0)

@@ -45,13 +45,14 @@ WAITS_OF_TFPAR["gpipe"] = WAITS_OF_TFPAR["pipeline"]
 WAITS_OF_TFPAR["hybrid"] = {("AddN", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @each_model
 @each_strategy
 def test_no_operation_of_the_host_lies_between_two_of_a_gpu(strategy: str, model: str) -> None:
     assert placement_cases.case(strategy, model).reading.on_host == ()
 
 
+@pytest.mark.few(3)
 @each_model
 @each_strategy
 def test_each_operation_of_a_layer_runs_on_the_gpu_of_its_replica_or_stage(strategy: str, model: str) -> None:
@@ -136,6 +137,7 @@ def test_each_tensor_of_a_batch_enters_each_gpu_once(strategy: str, model: str) 
         assert count <= most, (number, device, count)
 
 
+@pytest.mark.few(1)
 @each_model
 @pytest.mark.parametrize(
     "strategy",

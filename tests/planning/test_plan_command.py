@@ -89,6 +89,7 @@ def test_two_workers_measure_layouts_together_and_the_chief_prints(tmp_path: Pat
     assert not any(line.startswith("[1]") for line in lines)
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 def test_wrong_data_are_one_sentence(tmp_path: Path) -> None:
     returned = "tf.data.Dataset.from_tensor_slices((tf.zeros([0, 4]), tf.zeros([0], tf.int64)))"

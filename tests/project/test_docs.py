@@ -103,6 +103,7 @@ def written_as_records(folder: Path, images: Any, labels: Any) -> Callable[[Any]
     return parse
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "document",
     [document for document in DOCUMENTS if set(blocks(document, "python")) - set(files().values())],
@@ -218,6 +219,7 @@ def test_every_file_in_the_documents_exists() -> None:
             assert (ROOT / name).exists(), f"{document.name} names {name}"
 
 
+@pytest.mark.extended
 def test_the_pytest_commands_of_contributing_select_tests() -> None:
     selecting = [command for command in commands(ROOT / "CONTRIBUTING.md") if "pytest" in command]
     assert len(selecting) >= 3

@@ -115,6 +115,7 @@ def test_what_differs_by_design_is_named_and_all_else_is_compared(
     assert ("as the model does not compute in float64" in printed) == (dtype == "float32")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", [tfpar.SingleDevice, lambda: tfpar.Pipeline(2, 1, balance="parameters")])
 @pytest.mark.parametrize("kind", ["Dropout", "BatchNormalization"])
 def test_nothing_is_switched_off_where_a_batch_is_not_divided(strategy: Any, kind: str) -> None:

@@ -155,6 +155,7 @@ def test_a_request_to_stop_the_launcher_stops_all_with_a_checkpoint(preempted: P
     assert 0 < preempted.saved[0] < preempted.saved[1]
 
 
+@pytest.mark.extended
 def test_another_number_of_workers_resumes_to_the_same_weights(preempted: Preempted) -> None:
     assert f"Resuming after epoch 0 and {preempted.saved[0]} steps" in preempted.three.out
     assert preempted.one.code == 0, preempted.one

@@ -52,7 +52,7 @@ def num_operations(schedule: str, num_microbatches: int) -> int:
     return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved"])
 def test_a_micro_batch_adds_to_the_graph_only_its_rows_of_the_embedding(schedule: str) -> None:
     few, many = (num_operations(schedule, count) for count in (8, 32))

@@ -40,7 +40,7 @@ def newest_step(folder: Path) -> int:
     return max(steps, default=0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_a_job_with_divided_weights_ends_as_one_device_after_kills(
     division: str, one_device: Path, tmp_path: Path

@@ -9,7 +9,7 @@ from tests.support import random_graphs
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", [3, 5, 7])
 def test_a_random_graph_equals_one_device(seed: int) -> None:
     assert list(random_graphs.differences_of(seed)) == []

@@ -52,6 +52,7 @@ def test_a_batch_of_fewer_examples_than_replicas_trains_as_on_one_device(num_exa
     )
 
 
+@pytest.mark.extended
 def test_rows_that_the_loss_reads_through_a_gathered_layer_alone_train_as_on_one_device() -> None:
     batches = dataset(26)
     small.assert_trains_as_one_device(

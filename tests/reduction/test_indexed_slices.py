@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_those_of_one_device(way: str) -> None:
     small.assert_trains_as_one_device(with_rows(WAYS[way]), tokens, epochs=1)
@@ -267,6 +267,7 @@ class PenaltyOfRows(keras.Regularizer):
 PENALTIES: dict[str, tuple[Any, Any]] = {"on a kernel": (None, "l2"), "on some rows": (PenaltyOfRows(), None)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_rows_of_a_model_with_a_penalty_are_those_of_one_device(

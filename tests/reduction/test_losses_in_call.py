@@ -162,14 +162,17 @@ def test_a_loss_in_a_models_call_equals_one_device(build: Callable[[], keras.Mod
     small.assert_trains_as_one_device(build, pairs)
 
 
+@pytest.mark.extended
 def test_a_loss_in_a_layer_adds_to_that_of_compile() -> None:
     small.assert_trains_as_one_device(with_endpoint(weighted(), loss="mae", metrics=["mse"]), some_targets)
 
 
+@pytest.mark.extended
 def test_a_loss_in_a_layer_equals_one_device_eagerly() -> None:
     small.assert_trains_as_one_device(with_endpoint(ENDPOINTS["mean"], run_eagerly=True), pairs, epochs=1)
 
 
+@pytest.mark.extended
 def test_a_loss_in_a_layer_equals_one_device_where_replicas_have_the_same_examples() -> None:
     small.assert_trains_as_one_device(
         with_endpoint(weighted()), lambda: pairs(2), lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"])
@@ -185,6 +188,7 @@ def rows_alone() -> keras.Model:
     return model
 
 
+@pytest.mark.extended
 def test_a_loss_in_a_layer_trains_rows_as_one_device() -> None:
     words, targets = np.arange(37) % 9, np.sin(np.arange(37.0, dtype="float32"))[:, None]
     small.assert_trains_as_one_device(
@@ -210,6 +214,7 @@ def test_a_loss_in_a_layer_of_a_pipeline_equals_one_device(name: str) -> None:
     small.assert_trains_as_one_device(endpoint(name), of_a_pipeline, pipeline)
 
 
+@pytest.mark.extended
 def test_losses_in_several_stages_equal_one_device() -> None:
     def build() -> keras.Model:
         features, targets = keras.Input((parity_cases.NUM_FEATURES,)), keras.Input((1,))
@@ -248,6 +253,7 @@ def adds_in_call() -> keras.Model:
     return model
 
 
+@pytest.mark.extended
 def test_losses_in_the_call_of_a_model_that_is_cut_equal_one_device() -> None:
     small.assert_trains_as_one_device(adds_in_call, of_a_pipeline, pipeline)
 

@@ -260,7 +260,7 @@ DIVISIBLE = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(DIVISIBLE, of_ci=[*DIVISIBLE][::2]))
 def test_losses_beside_keras_own_equal_one_device(name: str) -> None:
     keras.utils.set_random_seed(0)
@@ -337,6 +337,7 @@ def test_losses_that_replicas_cannot_reduce_are_refused_before_the_first_step_an
     tfpar.Trainer(build, small.STRATEGIES["single_device"]()).fit(small.data().take(1), verbose=0)
 
 
+@pytest.mark.extended
 def test_two_models_share_one_strategy_without_mixing_their_losses() -> None:
     strategy = small.STRATEGIES["mirrored"]()
     builds = (adds(lambda: Adds(_sum), lambda: Adds(_mean)), small.build_model, adds(lambda: Adds(_mean)))

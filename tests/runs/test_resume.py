@@ -93,6 +93,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*FLAGS, *settings(f"data.directory={data}")]
 
 
+@pytest.mark.extended
 def test_a_finished_run_trains_more_epochs_as_if_it_had_never_ended(
     call: command.InProcess, digits: list[str], tmp_path: Path
 ) -> None:

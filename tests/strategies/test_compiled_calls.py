@@ -175,6 +175,7 @@ class Draws(keras.layers.Layer):
         return features + drawn * self.sums
 
 
+@pytest.mark.extended
 def test_random_numbers_differ_between_replicas_and_steps_and_are_repeatable() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((1,)), Draws()])

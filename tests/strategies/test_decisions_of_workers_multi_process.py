@@ -78,6 +78,7 @@ def end_on_worker_1() -> Any:
     return hooks.of_endless_data(trainer, workers.rank() == 1)
 
 
+@pytest.mark.extended
 def test_a_callback_of_one_worker_ends_evaluation_and_prediction_of_all(job: workers.Job) -> None:
     expected = hooks.of_endless_data(tfpar.Trainer(hooks.build(3), tfpar.SingleDevice(), seed=0), decides=True)
     for result in job.run(end_on_worker_1):
@@ -236,6 +237,7 @@ def train_with_few_and_many_checkpoints(root: Path) -> list[Any]:
     return histories
 
 
+@pytest.mark.extended
 def test_metrics_do_not_depend_on_when_checkpoints_are_written(job: workers.Job, tmp_path: Path) -> None:
     """Equal to the last digit: a resumed run restores the metric sum of each replica."""
     for few, many, resumed in job.run(train_with_few_and_many_checkpoints, tmp_path):

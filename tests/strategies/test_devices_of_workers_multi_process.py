@@ -136,6 +136,7 @@ def homes_in_a_grid(units: int, length: int, devices: list[str] | None) -> Any:
 NAMED = ["1/CPU:1", "0/CPU:1", "1/CPU:0", "0/CPU:0"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("units", "length", "devices", "stages"),
     [
@@ -186,6 +187,7 @@ def begin_with_sharded_weights(folder: Path) -> None:
     checkpoint_matrix.begin(tfpar.MultiWorker(["CPU:0"], shard="weights"), folder)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_sharded_weights_continues_on_one_device(job: workers.Job, tmp_path: Path) -> None:
     job.run_on_chief(begin_with_sharded_weights, tmp_path / "shards")
     history, state = checkpoint_matrix.end(tfpar.SingleDevice(), tmp_path / "shards")

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]]] 
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_device(case: str) -> None:
     if case in ("BERT", "translator"):
@@ -206,6 +206,7 @@ def test_equals_one_device(case: str) -> None:
     assert set(divided(trainer.model)) >= expected
 
 
+@pytest.mark.extended
 def test_replicas_of_shards_equal_one_device() -> None:
     _, *wanted = trained(masked, of_positions(), tfpar.SingleDevice())
     _, *found = trained(masked, of_positions(), tfpar.Hybrid(tfpar.TensorParallel(2), num_replicas=2))

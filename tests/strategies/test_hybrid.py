@@ -80,6 +80,7 @@ def test_a_preview_has_the_devices_of_all_replicas_and_a_picture(tmp_path: Path)
     preview.save(tmp_path / "grid.png")
 
 
+@pytest.mark.extended
 def test_weights_of_several_stages_equal_one_device() -> None:
     small.assert_trains_as_one_device(tied_weights, lambda: batched(tokens(6), tokens(6)), hybrid)
 

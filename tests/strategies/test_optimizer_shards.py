@@ -51,7 +51,7 @@ def test_weights_state_and_logs_are_those_of_unsharded_replicas_bit_for_bit(name
 CASES = parity_cases.CASES | objective_cases.CASES
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", sampled(CASES, of_ci=CASES_HERE))
 def test_lookups_added_losses_and_objectives_keep_their_bits(name: str) -> None:
     assert_same_bits(CASES[name].build, CASES[name].data(), 2, **CASES[name].fit)

@@ -64,7 +64,7 @@ def without_configuration(optimizer: str) -> keras.Model:
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_without_a_configuration_trains(strategy: str, optimizer: str) -> None:
@@ -88,6 +88,7 @@ def test_a_preview_measures_the_update_of_a_copy(optimizer: str) -> None:
     assert not any(np.any(one.numpy()) for one in variables), "the update of a preview is not one of the optimizer"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["sharded state", "sharded weights", "replicas of pipelines"])
 @pytest.mark.parametrize("optimizer", shard_cases.OF_ALL_WEIGHTS)
 def test_an_optimizer_that_takes_all_weights_at_once_equals_one_device(optimizer: str, strategy: str) -> None:

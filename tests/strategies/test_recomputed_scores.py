@@ -80,6 +80,7 @@ def test_scores_that_take_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert_equal(trained(CASES["softmax"], "softmax", tfpar.TensorParallel(3)), expected)
 
 
+@pytest.mark.extended
 def test_a_step_takes_a_third_of_the_memory_of_gathered_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_scores, "CHUNK_BYTES", 1 << 20)
     num_positions, num_classes = 512, 20_000  # scores of 82 MB

@@ -68,6 +68,7 @@ def train(name: str) -> tuple[Any, Any]:
     return fit(gathering(), build, dataset())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [of_ci_or_extended(name) for name in TRAINED])
 def test_two_workers_equal_one_device(job: workers.Job, name: str) -> None:
     call = job.start(train, name)

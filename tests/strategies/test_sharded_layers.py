@@ -160,6 +160,7 @@ OF_CI = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "strategy"), sampled(ROWS, OF_CI))
 def test_equals_one_device(name: str, strategy: str) -> None:
     build, inputs = CASES[name]
@@ -173,7 +174,7 @@ def test_a_layer_is_divided_unless_its_mask_is_a_constant(name: str) -> None:
     assert any(divided) == (name != "constant mask")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "rules"),
     [("sparse", None), ("scipy, split", None), ("ragged", None), ("ragged", {".*embeddings": (None, "model")})],

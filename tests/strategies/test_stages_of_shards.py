@@ -108,7 +108,7 @@ def test_equals_one_device(build: Any, data: Any, strategy: Any, expected: dict[
     assert build is not shared or "table/embeddings" not in pieces, "two stages read it"
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -101,6 +101,7 @@ def test_a_last_batch_smaller_than_the_replicas_equals_one_device_through_every_
     small.assert_same_state(trainer.model.get_weights(), model.get_weights(), 1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_batches_of_a_static_size_below_the_replicas_equal_one_device(batch_size: int) -> None:
     dataset = parity_cases.batches(6, batch_size, drop_remainder=True)
@@ -141,6 +142,7 @@ class AddsLinearLoss(keras.layers.Layer):
         return features
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", small.STRATEGIES)
 def test_every_weight_is_read_before_it_is_updated(strategy: str) -> None:
     """TensorFlow's graph optimizer can drop the edge that keeps a read before an update, from Keras' own `fit` too."""

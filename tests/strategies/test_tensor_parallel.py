@@ -167,7 +167,7 @@ def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> N
     assert divided(trainer.model).items() >= expected.items()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("build", "data", "rules", "expected"),
     [
@@ -451,6 +451,7 @@ def test_replicas_of_shards_equal_one_device() -> None:
     assert preview.rows[2].state_bytes < preview.rows[0].state_bytes, "the optimizer's state is on the first replica"
 
 
+@pytest.mark.extended
 def test_state_divided_over_replicas_of_shards_gives_the_same_bits() -> None:
     def optimizer() -> keras.optimizers.Optimizer:
         return keras.optimizers.Adam(0.01, global_clipnorm=0.1, weight_decay=0.01, use_ema=True)

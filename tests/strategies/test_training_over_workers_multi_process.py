@@ -38,6 +38,7 @@ def train_under_tensorflows_own_strategy() -> tuple[list[dict[str, list[float]]]
     return twice, cases.state(model)
 
 
+@pytest.mark.extended
 def test_drop_in_trains_a_model_of_tensorflows_own_strategy() -> None:
     keras.utils.set_random_seed(0)
     model = small.build_model()
@@ -100,6 +101,7 @@ def train_in_another_way(name: str) -> Trained:
     return trained(tfpar.Trainer(way.build, way.strategy(), seed=0), way.data())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_another_way_to_train_equals_one_device(job: workers.Job, name: str) -> None:
     call = job.start(train_in_another_way, name)
@@ -135,6 +137,7 @@ def train_on_input(name: str) -> Any:
     return cases.with_input(name, cases.one_device_each(), seed=workers.rank())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", cases.INPUTS)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data", "ignore:`shuffle=True` was passed")
 def test_every_worker_takes_its_local_batch_of_batches_from_python_code(job: workers.Job, name: str) -> None:
@@ -163,6 +166,7 @@ def train_averaged_every_4(steps_per_call: list[int | None], average_optimizer: 
     return [trained(reused.initial(), cases.equal_parts(), steps_per_call=steps) for steps in steps_per_call]
 
 
+@pytest.mark.extended
 def test_averaging_every_4_steps_whatever_the_steps_of_a_call(job: workers.Job) -> None:
     call = job.start(train_averaged_every_4, [None, 1, 4, 1000], True)
     expected = cases.averaged_by_hand(average_optimizer=True)
@@ -313,6 +317,7 @@ def train_in_shards(kind: str, layout: str) -> Any:
     return cases.with_shards(kind, trainer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -128,6 +128,7 @@ def assert_same_bits(job: workers.Job, function: Callable[..., Any], *arguments:
                 np.testing.assert_array_equal(memory, memories[0][0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.extended) for name in TRAININGS]
 )

@@ -91,6 +91,7 @@ def test_a_loss_that_differs_in_training_equals_one_device(strategy: str, kind: 
     small.assert_same_state(trainer.model.get_weights(), model.get_weights(), 1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
 def test_a_loss_that_compares_examples_in_training_is_refused_there(strategy: str) -> None:
     trainer = trainer_of(ComparesInTraining, strategy)

@@ -113,7 +113,7 @@ def frozen_layers() -> keras.Model:
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exists", [False, True], ids=["model_function", "existing_model"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *DIVIDED])
 def test_layers_that_were_frozen_are_trained_after_they_are_released(strategy: str, exists: bool) -> None:
@@ -153,7 +153,7 @@ def with_a_built_optimizer(verbs: Any, model: keras.Model) -> list[Any]:
     return [*found, fit(verbs)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @by_strategy
 def test_an_optimizer_that_is_built_already_keeps_its_slots(strategy: str) -> None:
     assert_equal_to_keras(strategy, with_a_built_optimizer)
@@ -261,7 +261,7 @@ ALL_STRATEGIES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("build", [by_function, by_class], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)

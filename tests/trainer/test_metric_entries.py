@@ -119,7 +119,7 @@ def of_keras(kind: type[Counting], **settings: Any) -> tuple[Any, ...]:
     return results_of(build(kind, **settings)())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_entries_that_follow_from_metrics_are_those_of_keras(strategy: str, kind: type[Counting]) -> None:
@@ -134,6 +134,7 @@ def test_entries_are_those_of_keras_where_python_runs_every_step(strategy: str) 
     assert_same(results_of(trainer), of_keras(Derived, run_eagerly=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}], ids=str)
 def test_one_device_logs_the_entries_of_the_last_batch(settings: dict[str, Any]) -> None:
     keras.utils.set_random_seed(0)

@@ -56,7 +56,7 @@ def assert_equal_runs(found: list[Any], expected: list[Any]) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("inside", [False, True], ids=["after the scope", "inside"])
 @pytest.mark.parametrize("method", [of_the_model, of_tfpar], ids=["model.fit", "tfpar.fit"])
@@ -73,7 +73,7 @@ def test_a_model_trains_under_the_strategy_of_its_scope(name: str, method: Metho
     small.assert_same_state(small.state(model), small.state(reference), 1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_file_that_is_loaded_in_a_scope_trains_on(name: str, tmp_path: Path) -> None:
     reference = built()
@@ -149,8 +149,8 @@ def trained_in_part() -> keras.Model:
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.crossed
-@pytest.mark.few(4)
 @pytest.mark.parametrize("build", [trained, trained_in_part], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_model_function_may_train_its_model_or_a_part_of_it(build: Callable[[], keras.Model], name: str) -> None:

@@ -78,7 +78,7 @@ def test_the_cnn_takes_digits_mnist_and_cifar10_and_gives_logits_of_the_classes(
     assert float(tf.reduce_min(logits)) < 0, "logits, not probabilities"
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "num_kernels"), [("cnn", 4), ("MobileNetV2", 53)])
 def test_l1_and_l2_reach_every_kernel_and_the_loss(name: str, num_kernels: int) -> None:
     network = model(f"model.name={name}", "model.l1=0.5", "model.l2=0.25", image_shape=(32, 32, 3))
@@ -99,6 +99,7 @@ def test_a_keras_network_normalizes_over_the_global_batch_in_every_layer() -> No
     assert all(layer.synchronized for layer in normalizations)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["MobileNetV3Small", "EfficientNetB0"])
 def test_a_keras_network_does_not_scale_images_that_the_data_have_scaled(name: str) -> None:
     """Some of them divide by 255 themselves; once more, and all images are nearly alike."""
@@ -163,7 +164,7 @@ def test_an_optimizers_settings_reach_it_and_defaults_stay() -> None:
 # Training
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("num_examples", [65, 1], ids=["a last batch of one", "fewer examples than replicas"])
 def test_the_cnn_trains_alike_where_a_replica_gets_no_example(digits: list[str], num_examples: int) -> None:
     run = config.load(None, [*digits, f"data.train_split=train[:{num_examples}]", "optimizer.name=sgd"])

@@ -89,7 +89,7 @@ def colors(folder: Path, **changes: Any) -> config.Run:
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict")  # Keras cannot name an input a/b
 def test_the_saved_model_takes_raw_columns_and_has_the_weights_of_one_device(name: str, tmp_path: Path) -> None:
@@ -122,6 +122,7 @@ def test_a_filled_cell_is_worth_the_number_that_fills_it(tmp_path: Path) -> None
     assert encoded.tolist() == [[0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
 
 
+@pytest.mark.extended
 def test_the_tabular_trainer_learns_from_words_alone(tmp_path: Path) -> None:
     """The label follows from the word, not from the number."""
     run = colors(tmp_path, columns=("linear",), category_columns=("linear", "label"), missing_value=None)

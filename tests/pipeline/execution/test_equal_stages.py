@@ -243,7 +243,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("layout", "name"),
     sampled(
