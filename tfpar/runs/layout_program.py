@@ -61,7 +61,8 @@ def _measured(file: str, devices: Sequence[str]) -> dict[str, Any]:
         return {"is_measured": isinstance(outcome, Measured), **outcome._asdict()}
     free_bytes = cluster.free_bytes(devices)
     explain = functools.partial(data.user_message, settings=run.data)
-    facts, outcome = trial.measure_one_device(make_trainer, devices[0], explain)
+    device = "CPU:0" if devices[0].startswith("CPU") else devices[0]  # here the CPU is not split
+    facts, outcome = trial.measure_one_device(make_trainer, device, explain)
     measured = {"is_measured": isinstance(outcome, Measured), **outcome._asdict()}
     return {"facts": vars(facts), "free_bytes": free_bytes, **measured}
 
