@@ -42,6 +42,8 @@ class Trainer:
             `tf.distribute` strategy is used as `Mirrored` or `MultiWorker`.
         seed: The seed for `keras.utils.set_random_seed` before the model function is called. Keras with the same seed
             creates the same weights. It is also the seed to shuffle arrays in `fit`. None sets nothing.
+        fused: Whether steps use fused kernels of TensorFlow in place of Keras' chains of operations, where they compute
+            the same up to the last digits; False for Keras' own operations alone.
 
     Raises:
         TypeError: If an argument has the wrong type, or the model function does not return a `keras.Model`.
@@ -60,16 +62,19 @@ class Trainer:
         build_model: ModelOrFunction,
         strategy: Strategy | tf.distribute.Strategy | Literal["auto"] | None = None,
         seed: int | None = 0,
+        *,
+        fused: bool = True,
     ) -> None:
-        check_arguments(build_model, strategy, seed)
+        check_arguments(build_model, strategy, seed, fused)
         exists = isinstance(build_model, keras.Model) and strategy is None
         self.strategy = strategies.strategy_of(build_model) if exists else strategies.resolve(strategy)
         self.seed = None if seed is None else int(seed)
+        self.fused = fused
         self.model_function = build_model
         self.model = model_of(build_model, self.strategy, self.seed)
         self.model._tfpar_trainer = weakref.ref(self)  # tfpar.fit uses this trainer while it exists
         self.interrupted = False
-        self._preparation = Preparation(self.model, self.strategy)
+        self._preparation = Preparation(self.model, self.strategy, fused)
         self._built_with: tuple[Any, EpochIterator] | None = None
         model_methods.replace_methods(self)
 

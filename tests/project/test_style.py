@@ -20,7 +20,7 @@ from tests import ROOT
 COMMANDS = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
 # A module imports from the packages on its own rung or on those above it. A sub-package has a separate place.
 LADDER = [
-    ["_compat", "files", "full_precision", "host_sizes", "messages", "per_model", "pipeline.schedule"],
+    ["_compat", "files", "full_precision", "host_sizes", "kernels", "messages", "per_model", "pipeline.schedule"],
     ["callbacks", "commands", "config", "data.batching"],
     ["__main__", "cluster", "data.sharding"],
     ["cluster.rendezvous", "data.sources", "launcher"],

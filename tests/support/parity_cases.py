@@ -240,6 +240,12 @@ CASES: dict[str, Case] = {
     "rows looked up in several ways": Case(lambda: lookups(), lambda: _tokens(11), epochs=2),
     "softmax of large logits": Case(confident, RAGGED),
     "AdamW, weights without decay": Case(without_decay, ODD),
+    "AMSGrad": Case(optimizer("Adam", learning_rate=0.01, amsgrad=True), RAGGED),
+    "Nesterov momentum": Case(optimizer("SGD", learning_rate=0.1, momentum=0.9, nesterov=True), ODD),
+    "RMSprop, momentum, centered": Case(optimizer("RMSprop", learning_rate=0.01, momentum=0.9, centered=True), RAGGED),
+    "Adadelta": Case(optimizer("Adadelta", learning_rate=1.0), RAGGED),
+    "Ftrl": Case(optimizer("Ftrl", learning_rate=0.1, l2_regularization_strength=0.01, beta=0.1), ODD),
+    "Adamax": Case(optimizer("Adamax", learning_rate=0.01), ODD),
 }
 
 

@@ -259,6 +259,26 @@ ROWS = [
         "the same",
     ),
     _keras(
+        "an optimizer",
+        "_get_variable_index",
+        "optimizers/base_optimizer",
+        "one operation updates a weight and its slots",
+    ),
+    _keras("", "_momentums _velocities _velocity_hats", "optimizers/adam", "the same"),
+    _keras("", "_average_gradients", "optimizers/rmsprop", "the same"),
+    _keras("", "_accumulated_grads _accumulated_delta_vars", "optimizers/adadelta", "the same"),
+    _keras("", "_accumulators _linears", "optimizers/ftrl", "the same"),
+    _keras("", "_m _u", "optimizers/adamax", "the same"),
+    _tensorflow(
+        "tensorflow.python.distribute.values_util",
+        "get_current_replica_id_as_int",
+        "distribute/values_util",
+        "the same",
+    ),
+    _tensorflow(
+        "tensorflow.python.ops.resource_variable_ops", "ResourceVariable", "ops/resource_variable_ops", "the same"
+    ),
+    _keras(
         "a layer", "_get_regularization_losses", "layers/layer", "penalties of weights in pieces are sums of theirs"
     ),
     _keras("a variable", "_export_to_saved_model_graph", "backend/tensorflow/core", "weights in pieces refuse it"),

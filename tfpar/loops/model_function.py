@@ -54,7 +54,7 @@ def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: in
     return model
 
 
-def check_arguments(build_model: Any, strategy: Any, seed: Any) -> None:
+def check_arguments(build_model: Any, strategy: Any, seed: Any, fused: Any = True) -> None:
     """Refuse wrong arguments of a trainer before the model is built.
 
     Raises:
@@ -77,6 +77,8 @@ def check_arguments(build_model: Any, strategy: Any, seed: Any) -> None:
         raise TypeError(f"seed must be a whole number, or None to set nothing, received {seed!r}.")
     if seed is not None and not 0 <= int(seed) < 2**32:
         raise ValueError(f"seed must be at least 0 and below 2**32, received {seed}.")
+    if not isinstance(fused, bool):
+        raise TypeError(f"fused must be True, or False for Keras' own operations alone, received {fused!r}.")
 
 
 def _check_parameters(build_model: Any) -> None:

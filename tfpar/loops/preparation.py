@@ -33,11 +33,12 @@ class Preparation:
     Args:
         model: The model.
         strategy: The strategy, which distributes data and defines the steps.
+        fused: Whether steps are traced with fused kernels.
     """
 
-    def __init__(self, model: keras.Model, strategy: Strategy) -> None:
+    def __init__(self, model: keras.Model, strategy: Strategy, fused: bool = True) -> None:
         self._model, self._strategy = model, strategy
-        self._compiled = StepFunctions(model, strategy)
+        self._compiled = StepFunctions(model, strategy, fused)
         self._read_order = ReadOrder(strategy)
 
     def prepare_loop(

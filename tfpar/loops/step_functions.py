@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar import kernels
 from tfpar._compat import keras_model, keras_variables, tf_determinism
 from tfpar.strategies import Distributed, Strategy, multi_step
 from tfpar.strategies.hidden_errors import revealed
@@ -31,16 +32,21 @@ class StepFunctions:
     Args:
         model: A compiled model.
         strategy: Supplies the steps.
+        fused: Whether steps are traced with fused kernels.
     """
 
-    def __init__(self, model: keras.Model, strategy: Strategy) -> None:
-        self._model, self._strategy = model, strategy
+    def __init__(self, model: keras.Model, strategy: Strategy, fused: bool = True) -> None:
+        self._model, self._strategy, self._fused = model, strategy, fused
         self._compilation: Any = None
         self._num_moves = 0
         self._weights: list[keras.Variable] = []
         self._compiled: dict[str, Any] = {}
         self._given: dict[str, str] = {}
         self._trained: _Trained | None = None  # by the first trace of a train step since `compile`
+
+    def kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model's steps are traced: with fused kernels, unless XLA fuses by itself."""
+        return kernels.fused() if self._fused and not self._model.jit_compile else contextlib.nullcontext()
 
     def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
         """Compile once, until the model is compiled again, or has other weights, or its variables move.
@@ -107,8 +113,12 @@ class StepFunctions:
             distributed: The dataset.
         """
         model, strategy = self._model, self._strategy
-        step = strategy.train_step if kind == "train" else strategy.evaluate_step
+        run_step = strategy.train_step if kind == "train" else strategy.evaluate_step
         run_again = self._again(kind)
+
+        def step(batch: Any) -> tf.Tensor:
+            with self.kernels():
+                return run_step(model, batch)
 
         def logs() -> dict[str, tf.Tensor]:
             if kind == "train":
@@ -117,7 +127,7 @@ class StepFunctions:
 
         def compile_loop() -> multi_step.CompiledLoop:
             return multi_step.compile_loop(
-                lambda batch: step(model, batch),
+                step,
                 logs,
                 lambda element: strategy.num_examples(element, distributed),
                 lambda upcoming: strategy.has_more(upcoming, distributed),

@@ -1,0 +1,190 @@
+"""Fused kernels: which operations a step has, and that it computes what Keras' own operations do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+import tfpar
+from tests.support import parity_cases, small
+from tfpar import kernels
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+optimizers = keras.optimizers
+
+
+class Doubling(optimizers.SGD):
+    """A user's own update, on top of that of Keras."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(2.0 * gradient, variable, learning_rate)
+
+
+UPDATES: dict[str, tuple[str | None, Callable[[], keras.Optimizer]]] = {
+    "SGD": ("ResourceApplyGradientDescent", lambda: optimizers.SGD(0.1)),
+    "momentum": ("ResourceApplyKerasMomentum", lambda: optimizers.SGD(0.1, momentum=0.9)),
+    "Nesterov": ("ResourceApplyKerasMomentum", lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True)),
+    "Adam": ("ResourceApplyAdam", lambda: optimizers.Adam(0.01)),
+    "Adam, beta_2 exact": ("ResourceApplyAdam", lambda: optimizers.Adam(0.01, beta_2=0.99, epsilon=1e-3)),
+    "AMSGrad": ("ResourceApplyAdamWithAmsgrad", lambda: optimizers.Adam(0.01, amsgrad=True)),
+    "AdamW": ("ResourceApplyAdam", lambda: optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.5)),
+    "RMSprop, momentum": ("ResourceApplyRMSProp", lambda: optimizers.RMSprop(0.01, momentum=0.9)),
+    "centered": ("ResourceApplyCenteredRMSProp", lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True)),
+    "Adadelta": ("ResourceApplyAdadelta", lambda: optimizers.Adadelta(1.0)),
+    "Ftrl": (
+        "ResourceApplyFtrlV2",
+        lambda: optimizers.Ftrl(
+            0.1,
+            l1_regularization_strength=0.01,
+            l2_regularization_strength=0.02,
+            l2_shrinkage_regularization_strength=0.03,
+            beta=0.1,
+        ),
+    ),
+    "Adamax": ("ResourceApplyAdaMax", lambda: optimizers.Adamax(0.01)),
+    "averages": ("ResourceApplyAdam", lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)),
+    "accumulation": ("ResourceApplyAdam", lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2)),
+    "scaled": ("ResourceApplyAdam", lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 8.0)),
+    "RMSprop, no momentum": (None, lambda: optimizers.RMSprop(0.01)),
+    "Adagrad": (None, lambda: optimizers.Adagrad(0.1)),
+    "beta_2 not exact": (None, lambda: optimizers.Adam(0.01, beta_2=0.9999)),
+    "other power": (None, lambda: optimizers.Ftrl(0.1, learning_rate_power=-0.3)),
+    "a user's class": (None, lambda: Doubling(0.1)),
+}
+
+
+def updated(
+    make_optimizer: Callable[[], keras.Optimizer], gradients: np.ndarray, fused: bool, dtype: str = "float32"
+) -> tuple[set[str], list[np.ndarray]]:
+    """Return the kinds of operations of updates with some gradients, and the weight and state after them."""
+    with tf.device("CPU:0"):
+        weight = keras.Variable(np.linspace(-1.0, 1.0, 21).reshape(3, 7), dtype=dtype)
+    optimizer = make_optimizer()
+    optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def update(gradient: tf.Tensor) -> None:
+        optimizer.apply([gradient], [weight])
+
+    if fused:
+        with kernels.fused():
+            update.get_concrete_function(tf.constant(gradients[0]))
+    for gradient in gradients:
+        update(tf.constant(gradient))
+    graph = update.get_concrete_function(tf.constant(gradients[0])).graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    return {node.op for node in nodes if "Apply" in node.op}, [
+        variable.numpy().astype("float64") for variable in (weight, *optimizer.variables)
+    ]
+
+
+def gradients(dtype: str = "float32", steps: int = 20) -> np.ndarray:
+    return np.random.default_rng(0).normal(0.3, 1.0, size=(steps, 3, 7)).astype(dtype)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
+def test_an_update_is_one_operation_with_the_values_of_keras(name: str, dtype: str, tolerance: float) -> None:
+    operation, make_optimizer = UPDATES[name]
+    operations, state = updated(make_optimizer, gradients(dtype), fused=True, dtype=dtype)
+    if not (name == "beta_2 not exact" and dtype == "float64"):
+        assert operations == ({operation} if operation else set())
+    _, expected = updated(make_optimizer, gradients(dtype), fused=False, dtype=dtype)
+    for found, wanted in zip(state, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * max(np.abs(wanted).max(), 1e-30))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_gradients", "operations"),
+    [
+        ("bfloat16", "float32", set()),
+        ("float16", "float16", set()),
+        ("float32", "float64", {"ResourceApplyAdam"}),
+        ("float32", "float16", {"ResourceApplyAdam"}),
+    ],
+)
+def test_gradients_of_another_type_and_half_weights(dtype: str, of_gradients: str, operations: set[str]) -> None:
+    found, state = updated(optimizers.Adam, gradients(of_gradients), fused=True, dtype=dtype)
+    assert found == operations
+    _, expected = updated(optimizers.Adam, gradients(of_gradients), fused=False, dtype=dtype)
+    for mine, wanted in zip(state, expected, strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_scaled_update_that_is_not_finite_changes_nothing(value: float) -> None:
+    given = gradients(steps=2)
+    given[1, 0, 0] = value
+    _, state = updated(UPDATES["scaled"][1], given, fused=True)
+    _, expected = updated(UPDATES["scaled"][1], given, fused=False)
+    np.testing.assert_array_equal(state[0], updated(UPDATES["scaled"][1], given[:1], fused=True)[1][0])
+    for mine, wanted in zip(state, expected, strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_a_slot_that_the_user_replaced_has_keras_own_update() -> None:
+    def make_optimizer() -> keras.Optimizer:
+        optimizer = optimizers.SGD(0.1, momentum=0.9)
+        build = optimizer.build
+
+        def build_and_replace(weights: Any) -> None:
+            build(weights)
+            optimizer.momentums[0] = keras.Variable(np.ones((3, 7)), dtype="float64")
+
+        optimizer.build = build_and_replace
+        return optimizer
+
+    operations, state = updated(make_optimizer, gradients(), fused=True)
+    assert not operations
+    np.testing.assert_array_equal(state[0], updated(make_optimizer, gradients(), fused=False)[1][0])
+
+
+def operations_of_fit(build: Callable[[], keras.Model], strategy: tfpar.Strategy, **settings: Any) -> list[str]:
+    """Return the kinds of the operations that ran in a training."""
+    trainer = tfpar.Trainer(build, strategy, seed=0, **settings)
+    context.context().enable_graph_collection()
+    try:
+        trainer.fit(small.data(), epochs=1, verbose=0)
+        graphs = context.context().export_run_metadata().function_graphs
+    finally:
+        context.context().disable_graph_collection()
+    found = [graph for graphs_of_one in graphs for graph in graphs_of_one.partition_graphs]
+    nodes = [node for graph in found for node in graph.node]
+    nodes += [node for graph in found for function in graph.library.function for node in function.node_def]
+    return [node.op for node in nodes]
+
+
+with_adam = parity_cases.classifier(lambda: optimizers.Adam(0.01))
+TWO = ["CPU:0", "CPU:1"]
+
+
+@pytest.mark.parametrize(
+    "make_strategy",
+    [
+        lambda: tfpar.SingleDevice(),
+        lambda: tfpar.Mirrored(TWO),
+        lambda: tfpar.Mirrored(TWO, shard="optimizer"),
+        lambda: tfpar.Mirrored(TWO, shard="weights"),
+        lambda: tfpar.TensorParallel(2),
+        lambda: tfpar.Pipeline(2, 2, balance="parameters"),
+    ],
+    ids=["single device", "mirrored", "sharded state", "sharded weights", "tensor parallel", "pipeline"],
+)
+def test_every_strategy_updates_its_weights_with_one_operation(make_strategy: Callable[[], tfpar.Strategy]) -> None:
+    operations = operations_of_fit(with_adam, make_strategy())
+    assert operations.count("ResourceApplyAdam") >= 4
+
+
+def test_a_step_has_keras_own_operations_where_the_user_or_xla_wants_them() -> None:
+    for settings, compiled in (({"fused": False}, {}), ({}, {"jit_compile": True})):
+        build = parity_cases.classifier(lambda: optimizers.Adam(0.01), **compiled)
+        assert "ResourceApplyAdam" not in operations_of_fit(build, tfpar.SingleDevice(), **settings)
+    with pytest.raises(TypeError, match="False for Keras' own operations alone, received 'no'"):
+        tfpar.Trainer(with_adam, fused="no")  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""The memory of a weight and of its slots, for an operation that changes them together.
+
+Written for Keras 3.15 and TensorFlow 2.21. An optimizer has a list of slots for each kind, in the order of its weights
+(keras/src/optimizers/base_optimizer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+# The attributes of optimizers that have another name than their kind of slots.
+_PRIVATE = {
+    "momentums": "_momentums",
+    "velocities": "_velocities",
+    "velocity_hats": "_velocity_hats",
+    "average_gradients": "_average_gradients",
+    "accumulated_grads": "_accumulated_grads",
+    "accumulated_delta_vars": "_accumulated_delta_vars",
+    "accumulators": "_accumulators",
+    "linears": "_linears",
+    "m": "_m",
+    "u": "_u",
+}
+
+
+def handles(optimizer: Any, weight: Any, kinds: Sequence[str]) -> list[tf.Tensor] | None:
+    """Return the resources of a weight and of its slots, if they have one device, type and shape; else None.
+
+    Args:
+        optimizer: A built optimizer.
+        weight: The memory of one of its weights: a variable of TensorFlow, on the replica that calls where it has more.
+        kinds: The kinds of slots: Keras' names of their lists, without an underscore.
+    """
+    index = optimizer._get_variable_index(weight)
+    slots = [_of_kind(optimizer, kind) for kind in kinds]
+    if not all(isinstance(of_kind, list | tuple) and index < len(of_kind) for of_kind in slots):
+        return None
+    memories = [weight, *(_memory(of_kind[index]) for of_kind in slots)]
+    if not all(map(_has_handle, memories)):
+        return None
+    if any(_kind(memory) != _kind(weight) for memory in memories):
+        return None
+    return [memory.handle for memory in memories]
+
+
+def _of_kind(optimizer: Any, kind: str) -> Any:
+    public = getattr(optimizer, kind, None)
+    return getattr(optimizer, _PRIVATE[kind], ()) if public is None else public
+
+
+def _memory(slot: Any) -> Any:
+    return slot._value if isinstance(slot, keras.Variable) else slot
+
+
+def _has_handle(memory: Any) -> bool:
+    """Return whether a memory is one resource here: not in pieces, of another process, or of all replicas at once."""
+    if isinstance(memory, DistributedVariable):
+        return get_current_replica_id_as_int() is not None
+    return isinstance(memory, ResourceVariable)
+
+
+def _kind(memory: Any) -> tuple[Any, ...]:
+    return memory.device, memory.dtype, memory.shape
