@@ -146,45 +146,149 @@ def test_a_slot_that_the_user_replaced_has_keras_own_update() -> None:
     np.testing.assert_array_equal(state[0], updated(make_optimizer, gradients(), fused=False)[1][0])
 
 
-def operations_of_fit(build: Callable[[], keras.Model], strategy: tfpar.Strategy, **settings: Any) -> list[str]:
-    """Return the kinds of the operations that ran in a training."""
+class OwnNormalization(keras.layers.BatchNormalization):
+    """A class of a user's own, with Keras' method."""
+
+
+NORMALIZATIONS: dict[str, tuple[bool, dict[str, Any], tuple[int, ...]]] = {  # is it fused, its settings, the inputs
+    "plain": (True, {}, (6, 4, 5, 3)),
+    "one position": (True, {}, (1, 1, 1, 3)),
+    "two rows": (True, {"momentum": 0.5}, (2, 1, 1, 3)),
+    "no scale": (True, {"scale": False, "epsilon": 1e-2}, (6, 4, 5, 3)),
+    "no center": (True, {"center": False}, (6, 4, 5, 3)),
+    "frozen": (True, {"trainable": False}, (6, 4, 5, 3)),
+    "mixed_bfloat16": (True, {"dtype": "mixed_bfloat16"}, (6, 4, 5, 3)),
+    "mixed_float16": (True, {"dtype": "mixed_float16"}, (6, 4, 5, 3)),
+    "float64": (False, {"dtype": "float64"}, (6, 4, 5, 3)),
+    "small epsilon": (False, {"epsilon": 1e-6}, (6, 4, 5, 3)),
+    "channels first": (False, {"axis": 1}, (6, 3, 4, 5)),
+    "renormalized": (False, {"renorm": True}, (6, 4, 5, 3)),
+    "synchronized": (False, {"synchronized": True}, (6, 4, 5, 3)),
+    "a user's class": (False, {"make": OwnNormalization}, (6, 4, 5, 3)),
+}
+
+
+def normalized(
+    settings: dict[str, Any], shape: tuple[int, ...], training: bool, fused: bool
+) -> tuple[bool, list[np.ndarray]]:
+    """Return whether a layer has the kernel, and what two calls of it give: outputs, gradients and its state."""
+    settings = dict(settings)
+    layer = settings.pop("make", keras.layers.BatchNormalization)(**settings)
+    layer.build(shape)
+    generator = np.random.default_rng(0)
+    for number, weight in enumerate(layer.weights):
+        weight.assign(generator.uniform(0.5, 1.5, size=weight.shape) + number)
+
+    @tf.function(autograph=False)
+    def call(inputs: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            outputs = layer(inputs, training=training)
+            score = tf.reduce_sum(tf.cast(outputs, "float32") ** 3)
+        return outputs, tape.gradient(score, [inputs, *(weight.value for weight in layer.trainable_weights)])
+
+    batches = [tf.constant(generator.normal(1.0, 2.0, size=shape), layer.compute_dtype) for _ in range(2)]
+    if fused:
+        with kernels.fused():
+            call.get_concrete_function(batches[0])
+    found = [call(batch) for batch in batches]
+    kinds = {op.type for op in call.get_concrete_function(batches[0]).graph.get_operations()}
+    tensors = tf.nest.flatten([found, [weight.value for weight in layer.weights]])
+    return "FusedBatchNormV3" in kinds, [tf.cast(tensor, "float64").numpy() for tensor in tensors]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_batch_normalization_is_one_operation_with_the_values_of_keras(name: str, training: bool) -> None:
+    is_fused, settings, shape = NORMALIZATIONS[name]
+    has_kernel, found = normalized(settings, shape, training, fused=True)
+    assert has_kernel == is_fused
+    _, expected = normalized(settings, shape, training, fused=False)
+    tolerance = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}.get(name, 1e-5)
+    for mine, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=0, atol=tolerance * max(np.abs(wanted).max(), 1.0))
+
+
+def test_a_mask_has_keras_own_batch_normalization() -> None:
+    layer = keras.layers.BatchNormalization()
+    inputs = np.random.default_rng(0).normal(size=(3, 2, 2, 1)).astype("float32")
+    mask = np.arange(12).reshape(3, 2, 2) % 3 > 0
+    expected = layer(inputs, training=True, mask=mask)
+    with kernels.fused():
+        np.testing.assert_array_equal(layer(inputs, training=True, mask=mask), expected)
+
+
+def operations_of_fit(
+    build: Callable[[], keras.Model], strategy: tfpar.Strategy, data: Any = None, **settings: Any
+) -> tuple[list[str], tfpar.Trainer]:
+    """Return the kinds of the operations that ran in a training, and the trainer after it."""
     trainer = tfpar.Trainer(build, strategy, seed=0, **settings)
     context.context().enable_graph_collection()
     try:
-        trainer.fit(small.data(), epochs=1, verbose=0)
+        trainer.fit(data or small.data(), epochs=1, verbose=0)
         graphs = context.context().export_run_metadata().function_graphs
     finally:
         context.context().disable_graph_collection()
     found = [graph for graphs_of_one in graphs for graph in graphs_of_one.partition_graphs]
     nodes = [node for graph in found for node in graph.node]
     nodes += [node for graph in found for function in graph.library.function for node in function.node_def]
-    return [node.op for node in nodes]
+    return [node.op for node in nodes], trainer
 
 
 with_adam = parity_cases.classifier(lambda: optimizers.Adam(0.01))
 TWO = ["CPU:0", "CPU:1"]
 
 
-@pytest.mark.parametrize(
-    "make_strategy",
-    [
-        lambda: tfpar.SingleDevice(),
-        lambda: tfpar.Mirrored(TWO),
-        lambda: tfpar.Mirrored(TWO, shard="optimizer"),
-        lambda: tfpar.Mirrored(TWO, shard="weights"),
-        lambda: tfpar.TensorParallel(2),
-        lambda: tfpar.Pipeline(2, 2, balance="parameters"),
-    ],
-    ids=["single device", "mirrored", "sharded state", "sharded weights", "tensor parallel", "pipeline"],
-)
-def test_every_strategy_updates_its_weights_with_one_operation(make_strategy: Callable[[], tfpar.Strategy]) -> None:
-    operations = operations_of_fit(with_adam, make_strategy())
+STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
+    "single device": lambda: tfpar.SingleDevice(),
+    "mirrored": lambda: tfpar.Mirrored(TWO),
+    "sharded state": lambda: tfpar.Mirrored(TWO, shard="optimizer"),
+    "sharded weights": lambda: tfpar.Mirrored(TWO, shard="weights"),
+    "tensor parallel": lambda: tfpar.TensorParallel(2),
+    "pipeline": lambda: tfpar.Pipeline(2, 2, balance="parameters"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_updates_its_weights_with_one_operation(name: str) -> None:
+    operations, _ = operations_of_fit(with_adam, STRATEGIES[name]())
     assert operations.count("ResourceApplyAdam") >= 4
+
+
+def images() -> keras.Model:
+    layers = keras.layers
+    kinds = [layers.Conv2D(6, 3), layers.BatchNormalization(), layers.Conv2D(4, 2), layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((6, 6, 2)), *kinds, layers.Flatten(), layers.Dense(3)])
+    model.compile(optimizers.SGD(0.02, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def of_images() -> tf.data.Dataset:
+    generator = np.random.default_rng(1)
+    arrays = generator.normal(size=(73, 6, 6, 2)).astype("float32"), generator.integers(0, 3, 73)
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(8)  # ten batches, the last of 1
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_normalizes_batches_with_one_operation(name: str) -> None:
+    operations, trainer = operations_of_fit(images, STRATEGIES[name](), of_images())
+    assert any("FusedBatchNormGrad" in operation for operation in operations)  # of oneDNN, it has another prefix
+    of_keras, own = operations_of_fit(images, STRATEGIES[name](), of_images(), fused=False)
+    assert not any("FusedBatchNorm" in operation for operation in of_keras)
+    predictions = (one.predict(of_images(), verbose=0) for one in (trainer, own))
+    small.assert_same_state(
+        [*trainer.model.get_weights(), next(predictions)], [*own.model.get_weights(), next(predictions)], 1e-5
+    )
+
+
+def test_batch_normalization_trains_as_under_keras_own_fit() -> None:
+    small.assert_trains_as_one_device(images, of_images, STRATEGIES["single device"])
 
 
 def test_a_step_has_keras_own_operations_where_the_user_or_xla_wants_them() -> None:
     for settings, compiled in (({"fused": False}, {}), ({}, {"jit_compile": True})):
         build = parity_cases.classifier(lambda: optimizers.Adam(0.01), **compiled)
-        assert "ResourceApplyAdam" not in operations_of_fit(build, tfpar.SingleDevice(), **settings)
+        operations, _ = operations_of_fit(build, tfpar.SingleDevice(), **settings)
+        assert "ResourceApplyAdam" not in operations
     with pytest.raises(TypeError, match="False for Keras' own operations alone, received 'no'"):
         tfpar.Trainer(with_adam, fused="no")  # type: ignore[arg-type]

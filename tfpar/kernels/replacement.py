@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from tfpar.kernels import optimizer_updates
+import keras
+
+from tfpar.kernels import batch_normalization, optimizer_updates
+
+_OWN_CALL = keras.layers.BatchNormalization.call
 
 
 @contextlib.contextmanager
 def fused() -> Iterator[None]:
-    """Compute updates of weights with one operation each inside this context, where TensorFlow has one.
+    """Compute updates of weights and batch normalizations with one operation each inside this context.
 
-    A class of a user's own, sparse gradients and other types than float32 and float64 have Keras' own update.
+    What TensorFlow has no operation for stays as Keras has it: a class of a user's own, sparse gradients, weights that
+    are neither float32 nor float64, masked or synchronized batch normalization.
 
     Example:
         >>> weight, optimizer = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
@@ -27,7 +32,18 @@ def fused() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in optimizer_updates.REPLACED:
             stack.enter_context(mock.patch.object(kind, "update_step", _replacing(kind.update_step)))
+        if keras.layers.BatchNormalization.call is _OWN_CALL:  # else a trial replaces it, or another of these contexts
+            stack.enter_context(mock.patch.object(keras.layers.BatchNormalization, "call", _normalize))
         yield
+
+
+def _normalize(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    """Do what BatchNormalization does, with its arguments, by which Keras calls a layer."""
+    if batch_normalization.suits(self, inputs, mask):
+        outputs = batch_normalization.normalized(self, inputs, bool(training and self.trainable))
+        if outputs is not None:
+            return outputs
+    return _OWN_CALL(self, inputs, training=training, mask=mask)
 
 
 def _replacing(own: Any) -> Any:

@@ -178,7 +178,7 @@ class Preparation:
 
     def _once(self, kind: str, trial: Callable[[], Any], given: str = "") -> None:
         """Run a trial of the model unless it ran since the model was compiled."""
-        with full_precision():
+        with full_precision(), self._compiled.kernels():
             self._compiled.once(kind, trial, given)
 
     def _distribute(
@@ -215,15 +215,19 @@ class Preparation:
         self._strategy.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
         self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope
         with self._strategy.raising_on_all_workers(), self._strategy.creation_scope():
-            self._strategy.place(self._model, batch, kind == "train")
+            self._place(batch, kind)
             num_weights = len(self._model.variables)
             model_checks.build(self._model, batch, kind, self._strategy.creating_slots)
         self._strategy.move_model(self._model)  # a build may add metrics to the model
         if len(self._model.variables) != num_weights:  # or layers of compute_loss
             with self._strategy.raising_on_all_workers(), self._strategy.creation_scope():
-                self._strategy.place(self._model, batch, kind == "train")
+                self._place(batch, kind)
         keras_weight_placement.place_rest(self._model)
         return batch
+
+    def _place(self, batch: Any, kind: str) -> None:
+        with self._compiled.kernels():  # a pipeline measures its layers
+            self._strategy.place(self._model, batch, kind == "train")
 
     def caller(
         self,

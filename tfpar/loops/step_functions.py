@@ -168,12 +168,16 @@ class StepFunctions:
 
             return predict
 
+        def predict_step(batch: Any) -> Any:
+            with self.kernels():
+                return self._strategy.predict_step(self._model, batch)
+
         def compile_step() -> Callable[[Any], Any]:
             if self._model.run_eagerly:
-                return lambda batch: self._strategy.predict_step(self._model, batch)
+                return predict_step
             in_xla = self._whole_step_in_xla
             predict_batch: Callable[[Any], Any] = tf.function(
-                multi_step.alone_on_devices(lambda batch: self._strategy.predict_step(self._model, batch), in_xla),
+                multi_step.alone_on_devices(predict_step, in_xla),
                 input_signature=[spec],
                 autograph=False,
                 jit_compile=in_xla or None,
