@@ -152,6 +152,7 @@ def test_the_header_describes_the_built_objects_and_the_record_leaves_out_unread
     lines = {line.split()[0]: line for line in outcome.out.split("\n\n")[0].splitlines()}
     assert lines["model"].endswith("4 parameters, float64"), lines["model"]
     assert lines["optimizer"] == "optimizer  SGD, learning_rate 0.25, clipvalue 2"
+    assert lines["kernels"] == "kernels    fused, with Keras' results up to the last digits"
     assert lines["data"] == "data       of own.Free, 8 examples to train"
     assert lines["batch"] == "batch      as own.Free makes it, over 1 replica"
     assert "options" not in lines

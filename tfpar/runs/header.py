@@ -56,6 +56,7 @@ def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict
             [trainer.model.name, _num_parameters(trainer.model), built_objects.describe_precision(trainer.model)]
         ),
         "optimizer": built_objects.describe_optimizer(trainer.model),
+        "kernels": _kernels_line(trainer),
         "options": _options_line(run),
         "data": _data_line(run, trainer, "data.source" in read),
         "sharding": sharding_of(trainer) if trainer.strategy.num_workers > 1 else "",
@@ -76,6 +77,11 @@ def _note(strategy: strategies.Strategy) -> str:
         "logical CPUs share the cores that one device uses alone: they show that results agree, not how fast several "
         "devices are"
     )
+
+
+def _kernels_line(trainer: RunTrainer) -> str:
+    is_fused = getattr(trainer, "fused", False) and not trainer.model.jit_compile
+    return "fused, with Keras' results up to the last digits" if is_fused else ""
 
 
 def _batch_line(run: config.Run, trainer: RunTrainer) -> str:
