@@ -269,6 +269,7 @@ def of_images() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(8)  # ten batches, the last of 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_normalizes_batches_with_one_operation(name: str) -> None:
     operations, trainer = operations_of_fit(images, STRATEGIES[name](), of_images())
