@@ -75,11 +75,14 @@ class DividedState(abc.ABC):
             ValueError: If a worker differs from the chief.
         """
         owners, weights = self.owners(model), trained(model)
-        table = "".join(f"{weight.path} of owner {owners[id(weight)]}\n" for weight in weights)
+        # By number: automatic names count the models of a process.
+        rows = (f"weight {number} {tuple(one.shape)} of owner {owners[id(one)]}" for number, one in enumerate(weights))
+        table = "\n".join(rows)
         self._worker.require_equal({"owners of the optimizer's state": table})
         if self._begins_with_weights.get(model):
-            arrays = ((weight.path, np.ascontiguousarray(weight.numpy())) for weight in weights)
-            found = "".join(f"{path}: {hashlib.sha256(array.data).hexdigest()[:12]}\n" for path, array in arrays)
+            arrays = (np.ascontiguousarray(weight.numpy()).data for weight in weights)
+            digests = (hashlib.sha256(array).hexdigest()[:12] for array in arrays)
+            found = "\n".join(f"weight {number}: {digest}" for number, digest in enumerate(digests))
             self._worker.require_equal({"the initial weights, with which the optimizer's state begins": found})
             self._begins_with_weights[model] = False
         tf_replica_memory.send_swapped_weights(model, self.send_weights)
