@@ -67,6 +67,7 @@ def test_a_model_runs_on_every_device_and_under_its_strategy() -> None:
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -234,6 +234,7 @@ def test_a_configuration_error_is_not_repeated(tmp_path: Path) -> None:
     assert said[2] == "The last line of worker 0:"
 
 
+@pytest.mark.extended
 def test_a_request_to_stop_ends_the_pause_between_restarts(tmp_path: Path) -> None:
     script = 'open("starts", "a").write("x")\nsign("started"); sys.exit(5)'
     with started(tmp_path, script, "--max_restarts", "99", num_workers=1) as launcher:

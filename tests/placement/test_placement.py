@@ -82,6 +82,7 @@ def _home(strategy: str, stage: str, operation: Placed) -> str:
     return stage
 
 
+@pytest.mark.few(2)
 @each_model
 @each_strategy
 def test_sizes_bounds_and_predicates_stay_on_the_host(strategy: str, model: str) -> None:

@@ -99,7 +99,7 @@ BY_DESIGN: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("kind", BY_DESIGN)
 @small.each_splitting_strategy

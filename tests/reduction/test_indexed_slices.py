@@ -95,6 +95,7 @@ def test_the_lookups_of_one_replica_are_those_of_all() -> None:
     assert replicas.count(1) == 1, "the second replica is traced for the step only"
 
 
+@pytest.mark.extended
 def test_rows_of_replicas_that_communicate_in_a_layer_are_those_of_one_device() -> None:
     def normalized(table: Any, tokens: Any) -> Any:
         rows = tf.reduce_mean(tf.gather(table, tokens), 1)
@@ -252,6 +253,7 @@ def test_rows_that_a_loss_reads_by_neither_an_example_nor_the_batch_are_refused(
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
 
 
+@pytest.mark.extended
 def test_a_loss_that_reads_rows_trains_in_a_pipeline_with_and_then_without_weights() -> None:
     trainer = tfpar.Trainer(reading(OF_LOSSES["of each example"]), pipeline(), seed=0)
     weighted = tokens().take(1).map(lambda tokens, labels: (tokens, labels, tf.ones_like(labels, tf.float32)))
@@ -296,6 +298,7 @@ class RowsOfOptional(layers.Layer):
         return ops.one_hot(tokens, 5) + self.table(ops.arange(4) if others is None else others)
 
 
+@pytest.mark.extended
 def test_rows_are_those_of_one_device_also_where_an_optional_input_comes_later() -> None:
     def build() -> keras.Model:
         given = {

@@ -154,6 +154,7 @@ def test_a_terminal_sees_a_progress_bar(on_terminal: Outcome) -> None:
     assert "CUDA" not in on_terminal.out, "TensorFlow's messages"
 
 
+@pytest.mark.extended
 def test_all_that_a_run_can_ask_of_the_loop_is_alike_on_three_replicas(
     logical_cpus: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

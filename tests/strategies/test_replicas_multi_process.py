@@ -270,6 +270,7 @@ def train_unreadable(first: int) -> None:
     fit(strategy, one_layer, tf.data.Dataset.range(40).map(read).batch(8))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [3, 20], ids=["in_the_first_batch", "in_a_later_batch"])
 def test_the_others_name_the_worker_that_cannot_read_its_data_and_the_reason(job: workers.Job, first: int) -> None:
     chiefs, own = job.outcomes(train_unreadable, first)

@@ -246,6 +246,7 @@ def recurrent() -> keras.Model:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
 def test_a_model_of_which_nothing_is_divided_is_named_with_the_reason(strategy: Any) -> None:
     with warnings.catch_warnings(record=True) as noted:
@@ -435,6 +436,7 @@ def transformer(optimizer: Callable[[], keras.optimizers.Optimizer]) -> keras.Mo
     return model
 
 
+@pytest.mark.extended
 def test_replicas_of_shards_equal_one_device() -> None:
     def build() -> keras.Model:
         return transformer(lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1))

@@ -390,6 +390,7 @@ def test_a_callback_changes_a_dataset_before_its_epoch_begins() -> None:
     assert rows.calls == [0, 1, "end", "epoch 0", *one, "epoch 1", *one]
 
 
+@pytest.mark.extended
 def test_the_threads_of_a_pydataset_end_with_the_training() -> None:
     trainer, _ = trainer_of(cases.dense_model, "single_device")
     before = set(threading.enumerate())

@@ -95,7 +95,7 @@ def test_the_optimizer_of_compile_counts_steps_without_weights_and_may_accumulat
     assert int(trainer.model.optimizer.iterations) == 3  # six steps
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 def test_an_interrupted_training_resumes_with_all_optimizers(tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         single_batches = True
