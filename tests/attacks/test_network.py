@@ -11,6 +11,7 @@ from tfpar.cluster import job_secret
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_strangers_neither_delay_a_job_nor_take_part_in_it(seed: int) -> None:
     assert network.attack(seed, collections.Counter(), missing_seconds=3.0) == []

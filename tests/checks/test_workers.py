@@ -36,6 +36,7 @@ def test_workers_on_one_machine_are_examined() -> None:
     assert len(found["bandwidth"].values["gbit_per_second"]) == 6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fault", "name", "status", "figure"),
     [

@@ -186,6 +186,7 @@ def test_all_workers_of_a_pipeline_end_when_a_link_goes_down(
     assert (chief.code, other.code) == (0, 1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -49,6 +49,7 @@ def test_other_errors_are_not() -> None:
     assert sentence_of(ValueError("OOM when allocating")) is None
 
 
+@pytest.mark.extended
 def test_a_trainer_raises_the_sentence_as_the_error_of_tensorflow() -> None:
     """TensorFlow waits ten seconds for the memory."""
 

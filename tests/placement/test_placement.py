@@ -52,7 +52,7 @@ def test_no_operation_of_the_host_lies_between_two_of_a_gpu(strategy: str, model
     assert placement_cases.case(strategy, model).reading.on_host == ()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @each_model
 @each_strategy
 def test_each_operation_of_a_layer_runs_on_the_gpu_of_its_replica_or_stage(strategy: str, model: str) -> None:

@@ -103,7 +103,7 @@ def written_as_records(folder: Path, images: Any, labels: Any) -> Callable[[Any]
     return parse
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "document",
     [document for document in DOCUMENTS if set(blocks(document, "python")) - set(files().values())],

@@ -43,7 +43,7 @@ def rows() -> Iterator[Any]:
                     yield pytest.param(f"{family}, {name}", engine, marks=marks, id=f"{family}, {name}-{engine}")
 
 
-@pytest.mark.few(54)
+@pytest.mark.few(36)
 @pytest.mark.parametrize(("name", "engine"), [*rows()])
 def test_verdict(name: str, engine: str) -> None:
     case, verdict = CASES[name], CASES[name].verdicts[engine]

@@ -70,6 +70,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("chiefs", "others", "sentence"), OPTIONS.values(), ids=OPTIONS)
 def test_other_options_are_an_error_on_all(job: workers.Job, chiefs: str, others: str, sentence: str) -> None:
     for message in messages(job.outcomes(create, chiefs, others)):

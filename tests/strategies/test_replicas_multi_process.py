@@ -68,7 +68,7 @@ def train(name: str) -> tuple[Any, Any]:
     return fit(gathering(), build, dataset())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [of_ci_or_extended(name) for name in TRAINED])
 def test_two_workers_equal_one_device(job: workers.Job, name: str) -> None:
     call = job.start(train, name)
@@ -120,6 +120,7 @@ def evaluate(*, gathers: bool) -> Any:
     return evaluated_by(gathering() if gathers else cases.one_device_each())
 
 
+@pytest.mark.extended
 def test_layers_that_mix_in_inference_are_gathered_there_or_refused_on_every_worker(job: workers.Job) -> None:
     history, outputs = evaluated_by(tfpar.SingleDevice())
     for result in job.run(functools.partial(evaluate, gathers=True)):
@@ -134,6 +135,7 @@ def train_words(source: str, shard_by: str, checkpoints: Path) -> Any:
     return category_cases.train(cases.one_device_each(), source, shard_by, checkpoints)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("source", "shard_by"), category_cases.CASES)
 def test_columns_of_words_over_two_workers_and_a_resumption_equal_one_device(
     job: workers.Job, source: str, shard_by: str, tmp_path: Path

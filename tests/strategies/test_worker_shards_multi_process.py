@@ -136,6 +136,7 @@ def test_weights_state_and_logs_are_those_of_unsharded_workers_bit_for_bit(job: 
     assert_same_bits(job, train, name)
 
 
+@pytest.mark.extended
 def test_a_trained_model_keeps_the_bits(job: workers.Job) -> None:
     assert_same_bits(job, move)
 
