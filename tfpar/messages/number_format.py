@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 LABEL_COLUMNS = 11
-_FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def figure(value: Any) -> str:
@@ -50,8 +50,36 @@ def flops(number: float) -> str:
         >>> flops(2.56e10), flops(352)
         ('25.6 GFLOP', '352 FLOP')
     """
-    size, unit = next(((size, unit) for size, unit in _FLOPS if number >= size), (1.0, ""))
-    return f"{three_digits(number / size) if unit else f'{number:.0f}'} {unit}FLOP"
+    return _with_prefix(number, "FLOP")
+
+
+def memory(num_bytes: float) -> str:
+    """Return a size in the largest decimal unit that it reaches, with three digits.
+
+    Example:
+        >>> memory(14_100_000_000), memory(475e6), memory(12)
+        ('14.1 GB', '475 MB', '12 B')
+    """
+    return _with_prefix(num_bytes, "B")
+
+
+def _with_prefix(number: float, unit: str) -> str:
+    size, prefix = next((pair for pair in _PREFIXES if number >= pair[0]), (1.0, ""))
+    return f"{three_digits(number / size) if prefix else f'{number:.0f}'} {prefix}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in seconds, milliseconds or microseconds, with three digits.
+
+    Example:
+        >>> duration(12.3), duration(0.2118), duration(0.00004)
+        ('12.3 s', '212 ms', '40.0 us')
+    """
+    if seconds >= 0.9995:
+        return f"{three_digits(seconds)} s"
+    if seconds >= 0.0009995:
+        return f"{three_digits(1e3 * seconds)} ms"
+    return f"{three_digits(1e6 * seconds)} us"
 
 
 def describe_flops(flops_per_step: float, mfu: float | None) -> str:

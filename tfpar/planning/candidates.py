@@ -21,7 +21,7 @@ def candidates(facts: ModelFacts, num_devices: int, num_workers: int = 1, *, rec
     Args:
         facts: The model and its batch.
         num_devices: Devices of each worker.
-        num_workers: Number of workers, all of which are used.
+        num_workers: Number of workers; all are used.
         recompute: Whether to add pipelines that recompute activations, which save memory and no time.
 
     Example:
@@ -69,8 +69,8 @@ def not_considered(facts: ModelFacts, num_devices: int, num_workers: int = 1) ->
         >>> facts = ModelFacts("mlp", 10, 8, 40, (40,), 0, num_blocks=5, divides_layers=True)
         >>> not_considered(facts, 2)
         ['gpipe (1f1b is as fast, with less memory)', 'interleaved, micro-batches but 1, 2, 4 a stage (too many)']
-        >>> not_considered(dataclasses.replace(facts, num_blocks=0, uncut="It draws."), 2)
-        ['pipelines (It draws.)']
+        >>> not_considered(dataclasses.replace(facts, num_blocks=0, uncut="It has one layer."), 2)
+        ['pipelines (It has one layer.)']
     """
     total = num_devices * num_workers
     if total == 1:

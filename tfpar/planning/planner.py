@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfpar import cluster, config, data
 from tfpar.cluster import tf_config
-from tfpar.planning import first_batches, trial
+from tfpar.planning import first_batches, step_measurement
 from tfpar.planning.first_batches import FirstBatches
 from tfpar.planning.layout import Layout
 from tfpar.planning.plan import Devices, Measured, Plan
@@ -73,7 +73,7 @@ def plan(
     check_budget("budget_seconds", budget_seconds)
     names = cluster.resolve_devices(devices)
     batches = data.as_dataset(*_arguments(dataset), batch_size=batch_size)
-    with trial.as_python_errors():
+    with step_measurement.as_python_errors():
         given = first_batches.read(batches)
 
     def make_trainer(strategy: Strategy) -> tuple[Trainer, FirstBatches]:
@@ -85,11 +85,11 @@ def plan(
     def measure(layout: Layout) -> Measured | Failed:
         settings = config.with_layout(config.SingleDevice(), settings_of(layout))
         with progress(f"planning: measuring {layout} ..."):
-            return trial.measure(make_trainer, functools.partial(from_settings, settings))
+            return step_measurement.measure(make_trainer, functools.partial(from_settings, settings))
 
     free_bytes = cluster.free_bytes(names)  # before the measurement takes some of it
     with progress("planning: measuring one device ..."):
-        facts, on_one_device = trial.measure_one_device(make_trainer, names[0])
+        facts, on_one_device = step_measurement.measure_one_device(make_trainer, names[0])
     kind = tf.DeviceSpec.from_string(names[0]).device_type
     search = Search(measure, budget_seconds, began_seconds)
     return search.plan(facts, Devices(kind, len(names), memory_bytes=free_bytes), on_one_device, settings_of)

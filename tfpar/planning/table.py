@@ -9,9 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfpar.messages.number_format import figure, three_digits
+from tfpar.messages.number_format import duration, figure, memory, three_digits
 from tfpar.messages.received import excerpt
-from tfpar.planning.quantities import duration, memory
 
 if TYPE_CHECKING:
     from tfpar.planning.plan import Plan, Row

@@ -9,10 +9,9 @@ from typing import Any
 
 from tfpar import config
 from tfpar.config import toml
-from tfpar.messages.number_format import three_digits
+from tfpar.messages.number_format import duration, three_digits
 from tfpar.pipeline.schedule import make
 from tfpar.pipeline.schedule.simulator import Durations, simulate
-from tfpar.planning.quantities import duration
 from tfpar.reports.number_check import is_number
 from tfpar.reports.recorded_run import RecordedRun
 from tfpar.reports.timelines import PipelineRecord

@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.messages.number_format import figure
-from tfpar.planning.quantities import duration, memory
+from tfpar.messages.number_format import duration, figure, memory
 from tfpar.reports import page, pictures, templates
 from tfpar.reports.number_check import is_number
 from tfpar.reports.recorded_run import RecordedRun

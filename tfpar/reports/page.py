@@ -10,9 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 from tfpar.config import toml
-from tfpar.messages.number_format import counted, describe_flops, figure, three_digits
+from tfpar.messages.number_format import counted, describe_flops, duration, figure, memory, three_digits
 from tfpar.messages.received import excerpt
-from tfpar.planning.quantities import duration, memory
 from tfpar.reports import events, pictures, templates
 from tfpar.reports.advice import advise
 from tfpar.reports.number_check import is_number

@@ -10,7 +10,7 @@ from typing import Any
 from tfpar import config
 from tfpar.cluster import tf_config
 from tfpar.files import atomic_file
-from tfpar.planning.quantities import duration
+from tfpar.messages.number_format import duration
 from tfpar.planning.search import USUAL_BUDGET_SECONDS
 from tfpar.runs import plan_run, stored_plans
 from tfpar.runs.directory import RunDirectory

@@ -45,7 +45,7 @@ def main() -> int:
 
 def _measured(file: str, devices: Sequence[str]) -> dict[str, Any]:
     from tfpar import data, strategies
-    from tfpar.planning import first_batches, trial
+    from tfpar.planning import first_batches, step_measurement
     from tfpar.planning.plan import Measured
     from tfpar.runs import run_data, user_trainer
 
@@ -57,12 +57,12 @@ def _measured(file: str, devices: Sequence[str]) -> dict[str, Any]:
         return trainer, first_batches.read(run_data.training_batches(run, trainer))
 
     if not devices:
-        outcome = trial.measure(make_trainer, functools.partial(strategies.from_settings, run.strategy))
+        outcome = step_measurement.measure(make_trainer, functools.partial(strategies.from_settings, run.strategy))
         return {"is_measured": isinstance(outcome, Measured), **outcome._asdict()}
     free_bytes = cluster.free_bytes(devices)
     explain = functools.partial(data.user_message, settings=run.data)
     device = "CPU:0" if devices[0].startswith("CPU") else devices[0]  # here the CPU is not split
-    facts, outcome = trial.measure_one_device(make_trainer, device, explain)
+    facts, outcome = step_measurement.measure_one_device(make_trainer, device, explain)
     measured = {"is_measured": isinstance(outcome, Measured), **outcome._asdict()}
     return {"facts": vars(facts), "free_bytes": free_bytes, **measured}
 

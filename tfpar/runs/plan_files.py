@@ -13,8 +13,8 @@ from tfpar.cluster import tf_config
 from tfpar.config import bundled_configurations
 from tfpar.files import atomic_file
 from tfpar.messages import received
+from tfpar.messages.number_format import duration
 from tfpar.planning.plan import Plan
-from tfpar.planning.quantities import duration
 
 HEADER = "# Written by python -m tfpar.plan: "
 
@@ -70,18 +70,16 @@ def write(run: config.Run, plan: Plan, path: Path) -> str:
 
     Args:
         run: The run.
-        plan: Its plan.
+        plan: Its plan, with a best layout.
         path: The TOML file, for which `check_writable` was called.
 
     Returns:
         The command that trains it.
 
     Raises:
-        ValueError: If no layout could be measured.
         OSError: If the file cannot be written.
     """
-    if plan.best is None:
-        raise ValueError(f"--write writes the layout of the first row, and no layout trained: {path} is not written.")
+    assert plan.best is not None, "the command writes no plan without a layout"
     command = f"{_program(plan)} --config {shlex.quote(str(path))}"
     header = f"{HEADER}{plan.best.layout}, {duration(plan.best.step_seconds)} a step.\n# Command: {command}\n\n"
     atomic_file.write(path, header + config.dump(with_strategy(run, plan.best.settings)))

@@ -78,16 +78,17 @@ def measure_one_device(
         ValueError: If model and data do not fit together, or one device cannot train the model.
         MemoryError: If the memory of the host is too small for the weights.
     """
-    with random_state.preserved_random_state(), as_python_errors(explain):
+    with random_state.preserved_random_state():
         try:
-            with as_python_errors():
+            with as_python_errors(explain):
                 peaks = _Peaks()
                 prepared = _prepared(make_trainer, SingleDevice(device))
                 facts = _facts(prepared, device)
                 return facts, _measured(prepared, peaks)
         except MemoryError:
             gc.collect()  # without the weights, which one device may not hold, nothing is known of the layouts
-            return _facts(_prepared(make_trainer, SingleDevice("CPU:0")), "CPU:0"), Failed(OUT_OF_MEMORY)
+            with as_python_errors(explain):
+                return _facts(_prepared(make_trainer, SingleDevice("CPU:0")), "CPU:0"), Failed(OUT_OF_MEMORY)
 
 
 @contextlib.contextmanager
@@ -115,9 +116,9 @@ def _prepared(make_trainer: MakeTrainer, strategy: Strategy) -> _Prepared:
 
 
 def _measured(prepared: _Prepared, peaks: _Peaks) -> Measured:
-    model, strategy = prepared.trainer.model, prepared.trainer.strategy
+    trainer, strategy = prepared.trainer, prepared.trainer.strategy
     distributed = strategy.distribute(prepared.given.first.cache().repeat().prefetch(2))
-    loop = StepFunctions(model, strategy).loop("train", distributed)
+    loop = StepFunctions(trainer.model, strategy, getattr(trainer, "fused", True)).loop("train", distributed)
     iterator = iter(data.without_autotuning(distributed.dataset))
     upcoming = iterator.get_next_as_optional()
 
