@@ -9,6 +9,7 @@ import io
 import os
 import platform
 import re
+import select
 import shutil
 import sys
 import textwrap
@@ -170,12 +171,12 @@ def run_plain(main: Callable[[], int], bug_code: int = FAILED) -> NoReturn:
     try:
         code = interruptible(lambda: _exit_code(main))
         sys.stdout.flush()
-    except BrokenPipeError:  # as after `| head -1`
-        code = UNREAD
-        _drop_output()
     except Exception as error:
         code = bug_code
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, BrokenPipeError) and _is_unread():  # as after `| head -1`
+            code = UNREAD
+            _drop_output()
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
             print(f"error: {error}", file=sys.stderr)
             _drop_output()
         else:
@@ -183,6 +184,13 @@ def run_plain(main: Callable[[], int], bug_code: int = FAILED) -> NoReturn:
     sys.stderr.flush()
     start_up.ended()
     raise SystemExit(code)
+
+
+def _is_unread() -> bool:
+    """Return whether the reader of standard output is gone, and not that of another pipe or socket."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _drop_output() -> None:
