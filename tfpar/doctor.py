@@ -1,7 +1,7 @@
 """`python -m tfpar.doctor`: examine this machine, its devices, a model and the network between workers.
 
 python -m tfpar.doctor                                     this machine and its devices
-python -m tfpar.doctor --config digits                     and a configured model under its strategy
+python -m tfpar.doctor --config digits                     and a configured model
 python -m tfpar.doctor --model train.py:build_model        and a model of your own
 python -m tfpar.doctor --num_workers 2                     and the network between workers of this machine
 python -m tfpar.launch --num_workers 2 --hosts a,b -- -m tfpar.doctor         between machines; the same command on each
@@ -73,7 +73,7 @@ COMMAND = command_line.Command(
     },
     examples=[
         "python -m tfpar.doctor",
-        "python -m tfpar.doctor --config digits_mirrored",
+        "python -m tfpar.doctor --config digits",
         "python -m tfpar.doctor --model train.py:build_model --json > doctor.json",
         "python -m tfpar.launch --num_workers 2 --hosts a,b -- -m tfpar.doctor",
     ],
@@ -152,7 +152,7 @@ def _source() -> ModelSource | None:
     if _CONFIG.value is not None:
         return ModelSource(str(bundled_configurations.find(_CONFIG.value)), tuple(_SET.value))
     if _SET.value:
-        raise ValueError("--set changes a setting of --config or --model, and neither is set. Set one of them.")
+        raise ValueError("--set changes a setting of --config, which is not set. Add --config.")
     return None
 
 

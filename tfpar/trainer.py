@@ -70,7 +70,6 @@ class Trainer:
         self.strategy = strategies.strategy_of(build_model) if exists else strategies.resolve(strategy)
         self.seed = None if seed is None else int(seed)
         self.fused = fused
-        self.model_function = build_model
         self.model = model_of(build_model, self.strategy, self.seed)
         self.model._tfpar_trainer = weakref.ref(self)  # tfpar.fit uses this trainer while it exists
         self.interrupted = False

@@ -1,29 +1,25 @@
-"""A model of a user runs on every device and under its strategy, and an error in it is reported as the user's."""
+"""A model of a user runs on every device, and an error in it is reported as the user's."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import pytest
 
 import tfpar
 from tests.support import doctor_faults, doctor_models
-from tfpar import config
 from tfpar.checks import model_tasks, models
 from tfpar.checks.devices import on_device
 from tfpar.checks.models import ModelSource
 from tfpar.checks.processes import Outcome, started
-from tfpar.checks.report import Check
 from tfpar.cluster import gpus
 from tfpar.messages import users_code
-from tfpar.parity import Difference, ParityReport
 
 NO_GPUS = gpus.Found(())
 with_children = pytest.mark.multi_process
@@ -114,8 +110,11 @@ def data():
 def test_a_script_with_settings_of_devices_and_types_is_examined(tmp_path: Path, logical_cpus: list[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("float32", "mixed_bfloat16"))
     names = {key: f"{tmp_path / 'script.py'}:{name}" for key, name in (("function", "build_model"), ("data", "data"))}
-    check = examined(ModelSource(overrides=("strategy.kind=mirrored",), **names))
-    assert check.status == "ok", check.figure
+    try:
+        result = model_tasks.step("CPU:1", ModelSource(**names), **ONE_STEP)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert result["policy"] == "mixed_bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -136,126 +135,6 @@ def test_a_script_that_trains_when_it_is_imported_is_refused(call: str, tmp_path
 def test_a_function_that_no_process_can_import_is_refused() -> None:
     with pytest.raises(ValueError, match="Move it to a file"):
         tfpar.doctor(lambda: None, verbose=0)
-
-
-PIPELINE = ("strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2")
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("function", "overrides", "switched_off", "bound"),
-    [
-        (doctor_models.augmented, ("strategy.kind=mirrored",), ["turns"], "1e-05 in float32, as the model does not"),
-        (doctor_models.random_and_normalized, PIPELINE, ["drops", "samples", "normalizes"], "1e-09 in float64"),
-    ],
-)
-def test_what_differs_by_design_is_no_finding(
-    function: Callable[[], Any],
-    overrides: tuple[str, ...],
-    switched_off: list[str],
-    bound: str,
-    logical_cpus: list[str],
-) -> None:
-    check = examined(source(function, overrides=overrides))
-    assert check.status == "ok", check.figure
-    assert check.values["switched_off"] == switched_off
-    assert check.bound.startswith(bound)
-    assert f"with {', '.join(switched_off)} switched off" in check.figure
-
-
-def examined(given: ModelSource) -> Check:
-    """The check of a strategy on the logical CPUs 1 and 2, in this process."""
-    import keras
-
-    settings = given.run().strategy.model_copy(update={"devices": ("CPU:1", "CPU:2")})
-    try:
-        return model_tasks.compare(given, settings)
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
-
-
-def test_a_strategy_is_compared_on_one_batch_of_a_shuffled_dataset(logical_cpus: list[str]) -> None:
-    overrides = (f"trainer={doctor_models.__name__}.Shuffled", "strategy.kind=mirrored")
-    check = examined(ModelSource(overrides=overrides))
-    assert check.status == "ok", check.figure
-
-
-NO_NUMBER = float("nan")
-REPORT = ParityReport("Mirrored", 3, 1e-9, (Difference("a", 0.0, 1e-12), Difference("b", 0.0, 0.1)), ())
-
-
-@pytest.mark.parametrize(
-    ("changes", "status", "said"),
-    [
-        ({}, "WRONG", "b differs by 1.0e-01"),
-        ({"switched_off": ("drops",)}, "WRONG", "after three steps, with drops switched off"),
-        ({"weights": (), "logs": (Difference("loss", NO_NUMBER, 0.1),)}, "WRONG", "loss differs by 1.0e-01"),
-        ({"weights": (), "logs": (Difference("loss", NO_NUMBER, NO_NUMBER),)}, "WRONG", "loss differs by nan"),
-        ({"tolerance": 0.5}, "ok", "differ by 1.0e-01"),
-    ],
-)
-def test_three_steps_of_a_strategy_are_judged(changes: dict[str, Any], status: str, said: str) -> None:
-    check = model_tasks.judged(dataclasses.replace(REPORT, **changes))
-    assert check.status == status
-    assert said in check.figure
-
-
-GRID = functools.partial(config.Hybrid, num_stages=2, num_microbatches=4, num_replicas=2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "number"),
-    [
-        (config.Auto(), 1),
-        (config.Mirrored(), 4),
-        (config.Mirrored(num_logical_cpus=2), 4),
-        (config.Mirrored(devices=("GPU:1", "GPU:3")), 2),
-        (config.Pipeline(num_stages=3, num_microbatches=4), 3),
-        (config.Hybrid(num_stages=2, num_microbatches=4, num_shards=2, num_replicas=3), 12),
-        (GRID(across_workers=True), 4),
-    ],
-)
-def test_logical_cpus_stand_for_the_devices_of_a_strategy(settings: Any, number: int) -> None:
-    changed = models.settings_on(settings, ["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
-    assert (changed.devices, changed.num_logical_cpus) == (None, number)
-    assert not getattr(changed, "across_workers", False)
-    assert models.settings_on(config.SingleDevice(device="GPU:1"), ["CPU:0"]).device is None  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("right", "figure"),
-    [(["GPU:0"], "it needs devices that compute rightly"), (["GPU:0", "GPU:1"], "its 4 devices are those of several")],
-)
-def test_a_strategy_that_lacks_devices_is_not_examined(right: list[str], figure: str) -> None:
-    settings = ("kind=hybrid", "num_replicas=2", "num_stages=2", "num_microbatches=2", "across_workers=true")
-    given = source(doctor_models.on_the_host, overrides=tuple(f"strategy.{setting}" for setting in settings))
-    check = models.check_strategy(given, ["GPU:0", "GPU:1"], right)
-    assert check.status == "skipped"
-    assert figure in check.figure
-
-
-def operation(kind: str, function: str, line: int = 0) -> dict[str, Any]:
-    return {"kind": kind, "function": function, "file": "/models/model.py" if line else "", "line": line}
-
-
-@pytest.mark.parametrize(
-    ("on_host", "said"),
-    [
-        ([], "all 1,234 operations of a step have kernels for GPUs"),
-        (
-            [operation(kind, "My.call", line) for kind, line in (("Unique", 41), ("Where", 43), ("Unique", 41))],
-            "3 operations of `My.call` (model.py:41, 43) run on the host: Unique, Where (1,234 operations in a",
-        ),
-        ([operation("Where", "theirs")], "1 operation of `theirs` runs on the host: Where"),
-        ([operation("Where", "")], "1 operation of `the step` runs on the host: Where"),
-        ([operation("Where", f"layer {number}") for number in range(7)], "on the host: Where; 2 more places"),
-    ],
-)
-def test_operations_on_the_host_are_named_by_function_or_layer(on_host: list[dict[str, Any]], said: str) -> None:
-    check = models.without_kernels(1234, on_host)
-    assert check.status == ("slow" if on_host else "ok")
-    assert said in check.figure
 
 
 def one_step(loss: float = 1.0, gradient: float = 0.0) -> dict[str, Any]:

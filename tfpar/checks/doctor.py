@@ -35,7 +35,7 @@ def doctor(
         build_model: A model function, defined in a file that can be imported again; None without a model.
         dataset: Its batches, `(inputs, targets)` or more each, of which the first is used; None to make one up.
         config: The name of a configuration, or a TOML file, in place of a model function.
-        overrides: Settings `"section.key=value"` of the configuration. With a model function, those of `strategy`.
+        overrides: Settings `"section.key=value"` of the configuration.
         num_logical_cpus: Without GPUs: the number of devices into which the CPU is split.
         num_workers: Number of workers to start on this machine, which examine the network between them.
         verbose: 1 prints each check as soon as it is known, 0 nothing.
@@ -119,11 +119,7 @@ def _of_devices(names: Sequence[str], source: ModelSource | None, available: gpu
     if source is None:
         yield Check("model", "skipped", "none is named: --config or --model runs yours on every device")
         return
-    for check in models.check(source, right, available, at_once):
-        yield check
-        if (check.name, check.status) == ("model", "WRONG"):
-            return
-    yield models.check_strategy(source, names, right)
+    yield from models.check(source, right, available, at_once)
 
 
 def _gpus() -> tuple[gpus.Found, Check | None]:

@@ -1,4 +1,4 @@
-"""What the doctor's processes compute with a user's model: one step on a device, three under a strategy."""
+"""What the doctor's processes compute with a user's model: one step on a device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 import tfpar
-from tfpar import comparable, config, data, strategies
-from tfpar._compat import tf_kernels
+from tfpar import data
 from tfpar.checks import doctor
 from tfpar.checks.models import ModelSource
 from tfpar.checks.processes import at_stage
-from tfpar.checks.report import Check
 from tfpar.config import settings_read
 from tfpar.full_precision import full_precision
 from tfpar.messages.received import quoted
-from tfpar.messages.users_code import last_place
-from tfpar.parity import ParityReport
 from tfpar.reduction import objective
 from tfpar.runs import run_data, user_trainer
 from tfpar.strategies import model_checks
@@ -51,16 +47,13 @@ def step(device: str, source: ModelSource, dtype: str | None, start: Any) -> dic
         model.set_weights(weights)
     at_stage("a step of the model")
     with full_precision():
-        function = tf.function(lambda: one_step(model, batch, strategy), autograph=False).get_concrete_function()
-        loss, gradients = function()
+        loss, gradients = tf.function(lambda: one_step(model, batch, strategy), autograph=False)()
     return {
         "loss": float(loss),
         "gradients": {path: tf.convert_to_tensor(gradient).numpy() for path, gradient in gradients.items()},
         "num_weights": len(model.trainable_variables),
         "policy": model.dtype_policy.name,
         "start": (weights, batch) if start is None else None,
-        "num_operations": len(function.graph.get_operations()),
-        "without_kernel": _without_kernel(function.graph),
     }
 
 
@@ -73,50 +66,6 @@ def one_step(model: keras.Model, batch: Any, strategy: tfpar.SingleDevice) -> tu
         loss, _, gradients = forward_backward(model, inputs, targets, weights)
     pairs = zip(model.trainable_variables, gradients, strict=True)
     return loss, {variable.path: gradient for variable, gradient in pairs if gradient is not None}
-
-
-def _without_kernel(graph: Any) -> list[dict[str, Any]]:
-    """Return the operations that GPUs have no kernel for, with the line that creates each, or else its layer."""
-    nodes = [(op.node_def, last_place(op.traceback)) for op in graph.get_operations()]
-    # TensorFlow does not record the lines of the bodies of loops and conditions.
-    nodes += [(node, None) for function in graph.as_graph_def().library.function for node in function.node_def]
-    lacking = []
-    for node, place in nodes:
-        definition = tf_kernels.op_def(node.op)
-        if definition is None:  # a call of a function
-            continue
-        if tf_kernels.gpu_kernel(node.op, tf_kernels.signature(definition, node.attr).types) is None:
-            layer = node.name.rpartition("/")[0].rpartition("/")[2]
-            file, line, function = place or ("", 0, layer)
-            lacking.append({"kind": node.op, "file": file, "line": line, "function": function or layer})
-    return lacking
-
-
-def compare(source: ModelSource, settings: config.Strategy) -> Check:
-    """Return whether three steps of a strategy give the weights of one device, by `tfpar.check_parity`."""
-    at_stage("the strategy")
-    strategy = strategies.from_settings(settings)
-    trainer, dataset = _trainer(source, tfpar.SingleDevice(), "float32")
-    batch = tf.data.Dataset.from_tensors(first_batch(dataset))  # one: a second pass may be shuffled in another order
-    at_stage(f"three steps of {settings.kind}")
-    batches, seed = batch.repeat(_NUM_STEPS), trainer.seed or 0
-    return judged(tfpar.check_parity(trainer.model_function, batches, strategy, seed=seed, verbose=0))
-
-
-def judged(report: ParityReport) -> Check:
-    """Return the check of a strategy."""
-    differences = {entry.name: entry.after_last_step for entry in (*report.weights, *report.logs)}
-    bound = f"{report.tolerance:g} in {report.precision.describe()}"
-    switched_off = comparable.switched_off_clause(report.switched_off)
-    conditions = f", {switched_off}" if switched_off else ""
-    values = {"differences": differences, "switched_off": list(report.switched_off)}
-    if report.first_difference is None:
-        figure = f"three steps differ by {max(differences.values()):.1e} from one device"
-        return Check("strategy", "ok", f"{report.strategy}: {figure}{conditions}", bound, values=values)
-    figure = f"{report.first_difference} differs by {differences[report.first_difference]:.1e} from one device"
-    way_out = "tfpar.check_parity compares each weight; look at the copies and the all-reduce above."
-    figure = f"{report.strategy}: {figure} after three steps{conditions}"
-    return Check("strategy", "WRONG", figure, bound, way_out, values)
 
 
 def _cast(batch: Any, dtype: str | None) -> Any:
@@ -134,7 +83,7 @@ def _trainer(source: ModelSource, strategy: tfpar.Strategy, dtype: str | None) -
     if dtype is not None:
         keras.config.set_floatx(dtype)
         keras.config.set_dtype_policy(dtype)
-    keras.utils.set_random_seed(0)  # a trainer without a seed has the same weights under each strategy
+    keras.utils.set_random_seed(0)  # a trainer without a seed has the same random numbers on each device
     if source.function:
         trainer: Any = tfpar.Trainer(function_of(source.function), strategy, seed=0)
         model_checks.check_compiled(trainer.model, "fit")

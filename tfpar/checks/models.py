@@ -1,13 +1,9 @@
-"""A user's model: the same step on every device, what has no kernel for GPUs, and three steps of its strategy."""
+"""A user's model: the same step on every device, compared with the CPU."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,16 +19,15 @@ _SECONDS = 120.0
 _BOUND, _MIXED_BOUND = 1e-3, 5e-2  # relative, of float32 and of mixed precision against float64
 _LEAST_PART = 1e-2  # a gradient this much smaller than the largest one is compared with that
 _CPU = "CPU:0"
-_MOST_GROUPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model with its data and its strategy, as a user has named them.
+    """A model with its data, as a user has named them.
 
     Attributes:
         configuration: A configuration file; None for a model function.
-        overrides: Settings `key=value` of the configuration; with a model function, those of its strategy.
+        overrides: Settings `key=value` of the configuration.
         function: The model function, as "file.py:function" or "package.module:function".
         data: A function without arguments that returns a dataset, in the same form; empty to make up a batch.
         batch: The arrays of a batch; None without one.
@@ -45,17 +40,16 @@ class ModelSource:
     batch: Any = None
 
     def run(self) -> config.Run:
-        """Return the run of the configuration; with a model function, only its strategy counts.
+        """Return the run of the configuration.
 
         Raises:
-            ValueError: If a setting is wrong, or has no effect on the model function.
+            ValueError: If a setting is wrong, or has no effect on a model function.
         """
-        for setting in self.overrides:
-            if self.function and not setting.startswith("strategy."):
-                raise ValueError(
-                    f"With a model function only settings of strategy can be changed, received {quoted(setting)}. "
-                    "Leave it out, or name a configuration instead."
-                )
+        if self.function and self.overrides:
+            raise ValueError(
+                f"A model function has no settings, received {quoted(self.overrides[0])}. Leave it out, or name a "
+                "configuration instead."
+            )
         return config.load(self.configuration, self.overrides)
 
 
@@ -78,7 +72,6 @@ def check(source: ModelSource, devices: Sequence[str], available: gpus.Found, at
     }
     figure = f"one step on the CPU, loss {values['loss']:.6g}, {values['num_weights']} weights"
     yield Check("model", "ok", figure, values=values)
-    yield without_kernels(first.result["num_operations"], first.result["without_kernel"])
     start = first.result["start"]
     others = [name for name in devices if name != _CPU]  # the first step was that of the CPU
     tasks = [step(_CPU, "float64", start), *(step(name, None, start) for name in others)]
@@ -146,64 +139,3 @@ def _relative(actual: Any, expected: Any, least: float) -> float:
     difference = np.linalg.norm(np.asarray(actual, "float64") - np.asarray(expected, "float64"))
     scale = max(float(np.linalg.norm(np.asarray(expected, "float64"))), least)
     return float(difference / scale) if scale else float(difference)
-
-
-def without_kernels(num_operations: int, operations: Sequence[Mapping[str, Any]]) -> Check:
-    """Return which operations of a step have no kernel for GPUs, and which lines of the user's code create them."""
-    name = "operations on the host"
-    values = {"num_operations": num_operations, "on_host": operations}
-    if not operations:
-        return Check(name, "ok", f"all {num_operations:,} operations of a step have kernels for GPUs", values=values)
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = collections.defaultdict(list)
-    for operation in operations:
-        groups[operation["file"], operation["function"]].append(operation)
-    listed = "; ".join(itertools.starmap(_group, itertools.islice(groups.items(), _MOST_GROUPS)))
-    more = f"; {len(groups) - _MOST_GROUPS} more places" if len(groups) > _MOST_GROUPS else ""
-    figure = f"{listed}{more} ({num_operations:,} operations in a step)"
-    way_out = "They have no kernel for GPUs: each copies its inputs to the host and its results back. Replace them."
-    return Check(name, "slow", figure, "0", way_out, values)
-
-
-def _group(place: tuple[str, str], operations: Sequence[Mapping[str, Any]]) -> str:
-    """Return a clause about the operations of one function, or of one layer."""
-    file, name = place
-    lines = ", ".join(map(str, sorted({operation["line"] for operation in operations if file})))
-    where = f" ({Path(file).name}:{lines})" if file else ""
-    kinds = ", ".join(dict.fromkeys(operation["kind"] for operation in operations))
-    some = f"{len(operations)} operations" if len(operations) > 1 else "1 operation"
-    return f"{some} of `{name or 'the step'}`{where} run{'s' * (len(operations) == 1)} on the host: {kinds}"
-
-
-def check_strategy(source: ModelSource, devices: Sequence[str], right: Sequence[str]) -> Check:
-    """Return whether three steps of the strategy of a model give the weights of one device."""
-    settings = source.run().strategy
-    if [*devices] != [*right]:
-        return Check("strategy", "skipped", "it needs devices that compute rightly: see above")
-    on_gpus, needed = devices[0].startswith("GPU"), _num_devices(settings)
-    if on_gpus and getattr(settings, "across_workers", False) and needed > len(devices):
-        return Check("strategy", "skipped", f"its {needed} devices are those of several machines")
-    arguments = {"source": source, "settings": settings_on(settings, devices)}
-    with started([Task("model_tasks.compare", arguments, _SECONDS)]) as (future,):
-        outcome = future.result()
-    check: Check | None = outcome.result
-    return failed("strategy", outcome) if check is None else check
-
-
-def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Strategy:
-    """Return the settings of a strategy on this machine, whose devices stand for those of other workers."""
-    across = getattr(settings, "across_workers", False)
-    changes: dict[str, Any] = {"across_workers": False, "devices": None} if across else {}
-    if devices[0].startswith("GPU"):
-        return settings.model_copy(update=changes)
-    if isinstance(settings, config.SingleDevice):
-        return settings.model_copy(update={"device": None})
-    takes_all = isinstance(settings, config.Mirrored | config.MultiWorker)
-    number = _num_devices(settings) if settings.devices or not takes_all else len(devices)
-    changes |= {"devices": None, "num_logical_cpus": max(number, settings.num_logical_cpus)}
-    return settings.model_copy(update=changes)
-
-
-def _num_devices(settings: config.Strategy) -> int:
-    """Return how many devices a grid needs, or the settings name."""
-    of_grid: int = math.prod(getattr(settings, name, 1) for name in ("num_stages", "num_shards", "num_replicas"))
-    return max(of_grid, len(getattr(settings, "devices", None) or ()))
