@@ -60,7 +60,7 @@ def _memory(slot: Any) -> Any:
 
 
 def _has_handle(memory: Any) -> bool:
-    """Return whether a memory is one resource here: not in pieces, of another process, or of all replicas at once."""
+    """Return whether a memory is one resource here: not sharded, of another process, or of all replicas at once."""
     if isinstance(memory, DistributedVariable):
         return get_current_replica_id_as_int() is not None
     return isinstance(memory, ResourceVariable)

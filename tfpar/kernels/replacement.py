@@ -32,7 +32,7 @@ def fused() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in optimizer_updates.REPLACED:
             stack.enter_context(mock.patch.object(kind, "update_step", _replacing(kind.update_step)))
-        if keras.layers.BatchNormalization.call is _OWN_CALL:  # else a trial replaces it, or another of these contexts
+        if keras.layers.BatchNormalization.call is _OWN_CALL:  # else another context replaces it
             stack.enter_context(mock.patch.object(keras.layers.BatchNormalization, "call", _normalize))
         yield
 
