@@ -15,20 +15,6 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-# The attributes of optimizers that have another name than their kind of slots.
-_PRIVATE = {
-    "momentums": "_momentums",
-    "velocities": "_velocities",
-    "velocity_hats": "_velocity_hats",
-    "average_gradients": "_average_gradients",
-    "accumulated_grads": "_accumulated_grads",
-    "accumulated_delta_vars": "_accumulated_delta_vars",
-    "accumulators": "_accumulators",
-    "linears": "_linears",
-    "m": "_m",
-    "u": "_u",
-}
-
 
 def handles(optimizer: Any, weight: Any, kinds: Sequence[str]) -> list[tf.Tensor] | None:
     """Return the resources of a weight and of its slots, if they have one device, type and shape; else None.
@@ -51,8 +37,9 @@ def handles(optimizer: Any, weight: Any, kinds: Sequence[str]) -> list[tf.Tensor
 
 
 def _of_kind(optimizer: Any, kind: str) -> Any:
+    """Return a list of slots, such as SGD's `momentums` or Adam's `_momentums`."""
     public = getattr(optimizer, kind, None)
-    return getattr(optimizer, _PRIVATE[kind], ()) if public is None else public
+    return getattr(optimizer, f"_{kind}", ()) if public is None else public
 
 
 def _memory(slot: Any) -> Any:
