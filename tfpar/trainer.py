@@ -24,8 +24,10 @@ from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_o
 from tfpar.loops.preparation import Preparation
 from tfpar.loops.step_calls import limited_epochs, limited_steps
 from tfpar.messages import keyword_arguments
+from tfpar.messages.reasons import message_of
 from tfpar.strategies import Strategy
 from tfpar.strategies.preview import Preview
+from tfpar.study.report import Study, rows_of
 
 Verbose = int | str
 Callbacks: TypeAlias = keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None
@@ -133,6 +135,33 @@ class Trainer:
             >>> preview.save("schedule.png")
         """
         return self.strategy.preview(self.model, self.build(x, y, batch_size))
+
+    def study(self, x: Any, y: Any = None, batch_size: int | None = None) -> Study:
+        """Find out before training how parts of a batch give the losses, metrics and states of the whole.
+
+        `fit` does so before its first step; this shows what it finds, what a step then does, and what it refuses. In a
+        job of several workers, all of them must call it.
+
+        Args:
+            x: A dataset or arrays, as for `fit`.
+            y: Targets where `x` is arrays.
+            batch_size: Global batch of arrays; None for 32.
+
+        Returns:
+            The study, which `print` shows as a table.
+
+        Example:
+            >>> print(trainer.study(dataset))
+        """
+        title = f"{self.model.name!r} under {self.strategy.describe()}"
+        try:
+            self.build(x, y, batch_size)
+        except ValueError as error:
+            return Study(title, refusal=message_of(error))
+        verdict = self.strategy.verdict(self.model)
+        if verdict is None:
+            return Study(title, (("everything", "one device", "computes the whole batch"),))
+        return Study(title, tuple(rows_of(self.model, verdict)), verdict)
 
     def __repr__(self) -> str:
         """Return one line with the model, the optimizer, the number of steps and the strategy."""

@@ -26,6 +26,7 @@ LADDER = [
     ["cluster.rendezvous", "data.sources", "launcher"],
     ["data", "launch"],
     ["pipeline.graph", "reduction"],
+    ["study"],
     ["checkpoint", "pipeline.partition"],
     ["pipeline.execution"],
     ["pipeline.analysis"],

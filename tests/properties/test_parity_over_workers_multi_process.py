@@ -56,7 +56,14 @@ def replicas(num_devices: int = 1, pack_bytes: int | None = None, shard: str | N
 
 LAYOUTS = {
     "2 workers": Layout(
-        lambda row: replicas(), ("last batch of 1", "embedding, sparse gradients", "GAN, clipped and accumulated")
+        lambda row: replicas(),
+        (
+            "last batch of 1",
+            "embedding, sparse gradients",
+            "GAN, clipped and accumulated",
+            "loss over a mask as a scalar",
+            "loss and metric that compare examples",
+        ),
     ),
     "3 workers, small packs": Layout(lambda row: replicas(pack_bytes=256), ("global batch odd",), num_workers=3),
     "2 workers of 2 devices": Layout(

@@ -271,17 +271,17 @@ def test_a_first_batch_without_anything_to_mask_tells_nothing_about_the_next() -
 
 
 @pytest.mark.extended
-def test_micro_batches_need_only_the_weights_of_the_whole_batch_if_these_are_not_trained() -> None:
+def test_micro_batches_need_the_totals_of_the_whole_batch_where_masks_or_weights_divide() -> None:
     for name, way in [
         ("mean", "alone"),
-        ("masked", "by weight"),
+        ("masked", "whole"),
         ("trained weights", "whole"),
         ("not linear", "whole"),
     ]:
         trainer = tfpar.Trainer(endpoint(name), pipeline(), seed=0)
         trainer.fit(of_a_pipeline().take(1), verbose=0)
         (steps,) = [trainer.strategy._steps[trainer.model]]
-        assert steps.compiler.ways(training=True) == (way,), name
+        assert steps.compiler.losses.ways(training=True) == (way,), name
 
 
 def test_a_nonlinear_function_of_a_loss_is_refused_if_a_cut_separates_it_from_the_loss() -> None:

@@ -9,10 +9,16 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 NUM_FEATURES, NUM_CLASSES = 5, 3
 # Statistics of a micro-batch are not those of the batch: tests/pipeline/test_randomness.py has their arithmetic.
-ONE_MICROBATCH_ONLY = ("BatchNormalization, synchronized", "fewer examples than replicas")
+ONE_MICROBATCH_ONLY = (
+    "BatchNormalization, synchronized",
+    "fewer examples than replicas",
+    "loss over a mask as a scalar",
+    "loss and metric that compare examples",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +183,24 @@ def without_decay() -> keras.Model:
     return model
 
 
+def over_mask(targets: Any, outputs: Any) -> Any:
+    """The loss of translation tutorials: a sum over a mask, divided by the sum of the mask."""
+    losses = keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
+    mask = ops.cast(targets != 0, losses.dtype)
+    return ops.sum(losses * mask) / ops.maximum(ops.sum(mask), 1.0)
+
+
+def compared(targets: Any, outputs: Any) -> Any:
+    """A value for each example, which depends on all outputs."""
+    losses = keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
+    return losses + 0.1 * ops.mean(ops.square(outputs - ops.mean(outputs, axis=0)), axis=-1)
+
+
+def spread(targets: Any, outputs: Any) -> Any:
+    """A scalar that is no mean over the examples."""
+    return ops.max(outputs) - ops.min(outputs)
+
+
 FULL = lambda: batches(80, 8)  # noqa: E731
 ODD = lambda: batches(70, 7)  # noqa: E731
 RAGGED = lambda: batches(73, 8)  # noqa: E731 - ten batches, the last of 1
@@ -203,6 +227,12 @@ CASES: dict[str, Case] = {
             lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
         ),
         RAGGED,
+    ),
+    "loss over a mask as a scalar": Case(
+        classifier(lambda: keras.optimizers.SGD(0.1, clipnorm=0.5), lambda: over_mask), RAGGED
+    ),
+    "loss and metric that compare examples": Case(
+        classifier(loss=lambda: compared, metrics=["accuracy", spread]), lambda: weighted(73, 8)
     ),
     "class weights": Case(classifier(), ODD, fit={"class_weight": {0: 0.3, 1: 1.0, 2: 2.7}}),
     "masked sequence": Case(sequence_model, sequence_data, epochs=4),

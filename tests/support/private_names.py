@@ -154,6 +154,7 @@ ROWS = [
         "the structure of a model's inputs",
     ),
     _keras("a Sequential model", "_functional", "models/sequential", "the graph of a Sequential model"),
+    _keras("a layer", "_inbound_nodes", "ops/operation", "whether a graph of Keras calls a layer with training=True"),
     _keras("keras.src.ops.core", "ConvertToTensor", "ops/core", "an operation that may return its input"),
     _keras("a reshaping operation", "newshape", "ops/numpy", "the size of the batch must not be among the sizes"),
     _keras("a broadcasting operation", "shape", "ops/numpy", "the same"),
@@ -276,7 +277,7 @@ ROWS = [
         "the same",
     ),
     _tensorflow(
-        "tensorflow.python.ops.resource_variable_ops", "ResourceVariable", "ops/resource_variable_ops", "the same"
+        "tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable ResourceVariable", "ops/resource_variable_ops", "the same"
     ),
     _keras(
         "a layer", "_get_regularization_losses", "layers/layer", "penalties of weights in pieces are sums of theirs"

@@ -6,6 +6,7 @@ All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from tfpar._compat import keras_losses_in_call, keras_model
 
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
+LossCall = Callable[[Callable[..., Any], Any, Any, Any], Any]
 
 
 # Keras as it is, for reductions that build on it.
@@ -50,30 +52,48 @@ def _at_depth(depth: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _depth_counted() -> Iterator[None]:
-    """Count inside this context how deep loss objects call one another: 1 in one of `compile`, None outside of these.
+def losses_of_compile(model: keras.Model, call_loss: LossCall | None = None) -> Iterator[None]:
+    """Tell the losses of `compile` from the losses that they call inside this context.
 
-    Keras 3.15 calls those of `compile` in `CompileLoss`.
+    Keras 3.15 calls those of `compile` in `CompileLoss`: at depth 1, and None outside of these.
+
+    Args:
+        model: A compiled model.
+        call_loss: Calls a loss of `compile`. Takes Keras' call, and the targets, outputs and sample weights for it.
     """
 
     def call_compiled(losses: CompileLoss, *args: Any, **kwargs: Any) -> Any:
         with _at_depth(0):
             return _call_compiled(losses, *args, **kwargs)
 
-    def call_loss(loss: keras.losses.Loss, *args: Any, **kwargs: Any) -> Any:
-        before = _depth()
-        with _at_depth(None if before is None else before + 1):
-            return _call_loss(loss, *args, **kwargs)
+    def calling(original: Any) -> Any:
+        def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            before = _depth()
+            with _at_depth(None if before is None else before + 1):
+                if before != 0 or call_loss is None:
+                    return original(loss, y_true, y_pred, sample_weight)
+                return call_loss(functools.partial(original, loss), y_true, y_pred, sample_weight)
 
-    with (
-        mock.patch.object(CompileLoss, "__call__", call_compiled),
-        mock.patch.object(keras.losses.Loss, "__call__", call_loss),
-    ):
+        return call
+
+    # A user's class may replace the call, with a reduction of its own.
+    classes = [type(loss) for loss in flat_losses(model) if isinstance(loss, keras.losses.Loss)]
+    owners = {next(base for base in kind.__mro__ if "__call__" in vars(base)) for kind in classes}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(CompileLoss, "__call__", call_compiled))
+        for owner in {keras.losses.Loss, *owners}:
+            original = _call_loss if owner is keras.losses.Loss else owner.__call__
+            stack.enter_context(mock.patch.object(owner, "__call__", calling(original)))
         yield
 
 
 @contextlib.contextmanager
-def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduction) -> Iterator[None]:
+def loss_reduction(
+    model: keras.Model,
+    reduce_loss: LossReduction,
+    reduce_added_loss: AddedLossReduction,
+    call_loss: LossCall | None = None,
+) -> Iterator[None]:
     """Reduce every loss of `compile` inside this context with `reduce_loss`, added losses with `reduce_added_loss`.
 
     Keras 3.15 divides a loss in one function, `reduce_weighted_values`, by the count of the replica that calls it, and
@@ -82,12 +102,18 @@ def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduc
     attributes reaches every loss of the traced step and nothing else.
 
     A loss object that a loss of `compile` or a metric calls is reduced as in Keras, over the examples at hand.
+
+    Args:
+        model: A compiled model.
+        reduce_loss: Takes values, sample weight, mask, reduction and dtype.
+        reduce_added_loss: Takes the model and a loss that a layer adds.
+        call_loss: As for `losses_of_compile`.
     """
 
     def reduce(*loss: Any) -> tf.Tensor:
         return reduce_loss(*loss) if _depth() == 1 else reduce_weighted_values(*loss)
 
-    with _depth_counted(), every_loss_reduction(reduce, reduce_added_loss):
+    with losses_of_compile(model, call_loss), every_loss_reduction(reduce, reduce_added_loss):
         yield
 
 
@@ -124,12 +150,16 @@ def local_losses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compute_loss_then(reduce_loss: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """Pass the value of `compute_loss` through `reduce_loss`; Keras 3.15's step calls it as `_compute_loss`."""
+def own_loss_called(call: Callable[[Callable[..., Any], dict[str, Any]], tf.Tensor]) -> Iterator[None]:
+    """Call an overridden `compute_loss` with a function inside this context; Keras 3.15 calls it as `_compute_loss`.
+
+    Args:
+        call: Takes Keras' call and its arguments by name: `x`, `y`, `y_pred`, `sample_weight` and `training`.
+    """
     original = keras.Model._compute_loss
 
-    def compute(model: keras.Model, *args: Any, **kwargs: Any) -> tf.Tensor:
-        return reduce_loss(original(model, *args, **kwargs))
+    def compute(model: keras.Model, **arguments: Any) -> tf.Tensor:
+        return call(functools.partial(original, model), arguments)
 
     with mock.patch.object(keras.Model, "_compute_loss", compute):
         yield
@@ -157,6 +187,11 @@ def flat_losses(model: keras.Model) -> list[Any]:
     return [] if compiled is None else [entry for entry in keras.tree.flatten(compiled._user_loss) if entry is not None]
 
 
+def name_of(loss: Any) -> str:
+    """Return the name of a loss of `flat_losses`."""
+    return str(getattr(loss, "__name__", getattr(loss, "name", loss)))
+
+
 def is_of_keras(loss: Any) -> bool:
     """Return whether a loss of `flat_losses` is one of Keras' own (Keras 3.15 keeps a wrapped function in `fn`)."""
     return isinstance(loss, str) or keras_model.is_of_keras(getattr(loss, "fn", loss))
@@ -164,6 +199,9 @@ def is_of_keras(loss: Any) -> bool:
 
 def is_by_example(loss: Any) -> bool:
     """Return whether a loss of `flat_losses` is known to have a value per example: Keras' own, over the last axis."""
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    if name in ("circle", "Circle"):  # it compares all examples of a batch
+        return False
     return is_of_keras(loss) and keras_model.reduces_last_axis(getattr(loss, "_fn_kwargs", {}))
 
 

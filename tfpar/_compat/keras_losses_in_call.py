@@ -97,7 +97,9 @@ def _is_number(values: Any) -> bool:
 
 
 @contextlib.contextmanager
-def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterator[None]:
+def scalars_weighted(
+    weight: Callable[[tf.Tensor], tf.Tensor | None], weighs_sums: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Weight each scalar that a metric counts inside this context, because it is a value of a whole batch.
 
     Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch. `keras.metrics.Mean`
@@ -106,13 +108,15 @@ def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterato
     Args:
         weight: Takes the scalar and returns its weight: the share of the batch's examples that the calling replica
             counts, a scalar; None for one.
+        weighs_sums: Whether a scalar in a `Sum` is one of the whole batch too, as each replica has it.
     """
 
     def weighting(kind: type[keras.Metric]) -> Callable[..., None]:
         original = kind.update_state
 
         def update_state(metric: keras.Metric, values: Any, sample_weight: Any = None) -> None:
-            if _is_scalar(values, sample_weight) and (kind is keras.metrics.Mean or _is_number(values)):
+            is_whole = kind is keras.metrics.Mean or _is_number(values) or weighs_sums()
+            if is_whole and _is_scalar(values, sample_weight):
                 sample_weight = weight(tf.convert_to_tensor(values))
             original(metric, values, sample_weight)
 

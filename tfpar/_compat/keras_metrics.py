@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -59,30 +56,16 @@ def reset(model: keras.Model) -> None:
     loss_tracker(model).reset_state()
 
 
-def unknown_functions(model: keras.Model) -> list[keras.Metric]:
-    """Return the metrics whose function is not known to have a value per example (Keras 3.15 keeps it in `_fn`)."""
-    compiled = model._compile_metrics
-    metrics = [*(compiled.metrics if compiled is not None else ()), *own_metrics(model)]
-    return [one for one in metrics if isinstance(one, keras.metrics.MeanMetricWrapper) and not _is_by_example(one)]
+def compiled_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics that a model was compiled with, once they are built (Keras 3.15)."""
+    return [] if model._compile_metrics is None else list(model._compile_metrics.metrics)
 
 
-def _is_by_example(metric: keras.metrics.MeanMetricWrapper) -> bool:
-    return is_of_keras(metric._fn) and reduces_last_axis(metric._fn_kwargs)
-
-
-@contextlib.contextmanager
-def function_values(note: Callable[[keras.Metric, Any], None]) -> Iterator[None]:
-    """Call a function with what the functions of metrics return inside this context; the metrics count nothing.
-
-    Args:
-        note: Takes the metric and the value.
-    """
-
-    def update_state(metric: keras.metrics.MeanMetricWrapper, y_true: Any, y_pred: Any, *_: Any, **__: Any) -> None:
-        note(metric, metric._fn(y_true, y_pred, **metric._fn_kwargs))
-
-    with mock.patch.object(keras.metrics.MeanMetricWrapper, "update_state", update_state):
-        yield
+def is_by_row(metric: keras.Metric) -> bool:
+    """Return whether a metric is one of Keras' own that adds a value for each row (Keras 3.15 keeps it in `_fn`)."""
+    if isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return is_of_keras(metric._fn) and reduces_last_axis(metric._fn_kwargs)
+    return is_of_keras(type(metric))
 
 
 def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:

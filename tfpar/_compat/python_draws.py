@@ -27,28 +27,28 @@ _STATE_FUNCTIONS = ("seed", "getstate", "setstate", "get_state", "set_state")
 
 
 @contextlib.contextmanager
-def noted(layers: Iterable[keras.Layer] = ()) -> Iterator[list[str]]:
+def noted(layers: Iterable[keras.Layer], place: Callable[[], str]) -> Iterator[list[str]]:
     """Note the draws from NumPy or Python inside this context, in the thread that enters it.
 
-    A generator that is made without a seed inside gets one from Python's global generator, so that a trial that seeds
+    A generator that is made without a seed inside gets one from Python's global generator, so that a study that seeds
     this one has the same result in every process. NumPy 2 gets the seed of such a generator from `randbits`.
 
     Args:
         layers: Layers whose attributes may be generators of NumPy or Python.
+        place: Returns the path of the layer that runs.
 
     Yields:
-        A list, which grows with the functions that are called; after the context it also has the names of layers whose
-        generators have drawn.
+        The paths of layers that draw; after the context also the names of those whose generators have drawn.
     """
     found: list[str] = []
     thread, draw_bits = threading.get_ident(), random.getrandbits
 
-    def noting(name: str, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:  # others may augment the data of the first steps
                 return original(*args, **kwargs)
-            found.append(name)
+            found.append(place())
             return function(*args, **kwargs)
 
         return draw
@@ -58,11 +58,11 @@ def noted(layers: Iterable[keras.Layer] = ()) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         # Keras 3.15 draws the seed of a layer that has none from Python's global generator.
         stack.enter_context(mock.patch.object(seed_generator, "python_random", random.Random(0)))
-        bits = noting("default_rng", draw_bits, getattr(bit_generator, _BITS))
+        bits = noting(draw_bits, getattr(bit_generator, _BITS))
         stack.enter_context(mock.patch.object(bit_generator, _BITS, bits))
         for module in (random, np.random):
             for name, function in _global_functions(module).items():
-                stack.enter_context(mock.patch.object(module, name, noting(name, function, function)))
+                stack.enter_context(mock.patch.object(module, name, noting(function, function)))
         yield found
     found += [layer.name for (layer, one), state in zip(generators, before, strict=True) if _state(one) != state]
 

@@ -1,10 +1,10 @@
-"""Typical numbers in place of random ones, so that a trial can compare runs on a batch and on parts of it.
+"""Typical numbers in place of random ones, so that a study can compare runs on a batch and on parts of it.
 
     on four examples      dropout keeps every unit, uniform(0, 1) is 0.6 everywhere
     on two of them        the same numbers, for any order and shape of the draws
 
 Written for Keras 3.15, whose layers and `keras.random` all draw through one module, `keras.src.backend.random`, and
-TensorFlow 2.21. In trials, traced functions draw as usual.
+TensorFlow 2.21. In a study, traced functions draw as usual.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import inspect
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,32 +27,36 @@ from tfpar._compat import tf_function
 
 # Not the middle, where noise would be zero and hide its factor.
 TYPICAL = 0.6
-# Numbers so small, or so large, that a layer applies its rare changes.
-UNUSUAL = (0.03, 0.97)
 
 
 @contextlib.contextmanager
-def typical_draws(quantile: float = TYPICAL) -> Iterator[list[str]]:
+def typical_draws(note_generator: Callable[[Any], None] = lambda generator: None) -> Iterator[set[str]]:
     """Return typical numbers from random functions inside this context, if they run eagerly without a fixed seed.
 
     The context applies to its thread only: other threads may augment the data of the first steps.
 
     Args:
-        quantile: The quantile of a distribution that replaces all draws from it, from 0 to 1.
+        note_generator: Called with each seed generator that a function is given.
 
     Returns:
-        The names of the functions that were called, in a list that grows.
+        The names of the functions that were called, in a set that grows.
     """
-    called: list[str] = []
+    names: set[str] = set()
+
+    def note(name: str, seed: Any) -> None:
+        names.add(name)
+        if isinstance(seed, keras.random.SeedGenerator):
+            note_generator(seed)
+
     thread = threading.get_ident()
     with contextlib.ExitStack() as stack:
         stack.enter_context(tf_function.eager_functions())
         for module, functions in _FUNCTIONS:
             for name, typical in functions.items():
-                function = typical and functools.partial(typical, quantile)
-                draw = _patched(module, name, function, called.append, lambda: threading.get_ident() == thread)
+                function = typical and functools.partial(typical, TYPICAL)
+                draw = _patched(module, name, function, note, lambda: threading.get_ident() == thread)
                 stack.enter_context(mock.patch.object(module, name, draw))
-        yield called
+        yield names
 
 
 @contextlib.contextmanager
@@ -70,7 +74,7 @@ def no_draws(note: Callable[[str], None]) -> Iterator[None]:
             for name, typical in functions.items():
                 if name != "next":
                     function = functools.partial(typical or _in_order, TYPICAL)
-                    draw = _patched(module, name, function, lambda _: note(_drawing_layer()), in_graphs=True)
+                    draw = _patched(module, name, function, lambda *_: note(_drawing_layer()), in_graphs=True)
                     stack.enter_context(mock.patch.object(module, name, draw))
         yield
 
@@ -86,11 +90,6 @@ def _drawing_layer() -> str:
     return "the loss"
 
 
-def is_dropout(called: Sequence[str]) -> bool:
-    """Return whether nothing was called but dropout, which keeps every unit at any quantile."""
-    return bool(called) and set(called) == {"dropout"}
-
-
 def seed_states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
     """Return the states of the seed generators that layers hold, in attributes or in lists of them."""
     return [generator.state for layer in layers for generator in layer._seed_generators]
@@ -100,7 +99,7 @@ def _patched(
     module: Any,
     name: str,
     typical: Callable[..., Any] | None,
-    note: Callable[[str], None],
+    note: Callable[[str, Any], None],
     applies: Callable[[], bool] = lambda: True,
     *,
     in_graphs: bool = False,
@@ -115,7 +114,7 @@ def _patched(
         given = signature.bind(*args, **kwargs).arguments
         if module is keras_random and isinstance(given.get("seed"), int):
             return original(*args, **kwargs)  # the same numbers each time: constants
-        note(name)
+        note(name, given.get("seed"))
         if typical is None or not (in_graphs or tf.executing_eagerly()):
             return original(*args, **kwargs)
         return typical(**{name: value for name, value in given.items() if name not in _LEFT_OUT})
@@ -171,7 +170,7 @@ def _float64(value: Any) -> tf.Tensor:
 
 _LEFT_OUT = ("self", "seed", "name", "noise_shape")
 
-# None for functions that draw as usual: there a trial compares other neighbours.
+# None for functions that draw as usual: there a study compares other neighbours.
 _FUNCTIONS: list[tuple[Any, dict[str, Callable[..., Any] | None]]] = [
     (
         keras_random,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings
 from tfpar.reduction import objective
-from tfpar.strategies import Distributed, SingleDevice, Strategy, model_checks, untracked_state
+from tfpar.strategies import Distributed, SingleDevice, Strategy, model_checks
 from tfpar.strategies.multi_step import CompiledLoop
 
 
@@ -84,27 +83,27 @@ class Preparation:
                 model_checks.check_trained(self._model)
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
-        varied = self._varied(batch)
         if training:
             self._compiled.check_trained()
-        self._once(f"{kind} state", lambda: self._check_state(varied(), training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)
-        if not objective.objectives_of(self._model):
-            self._prepare_outputs(varied, training)
-        self._once("prepare", lambda: self._strategy.prepare(self._model, varied()))
-        # Optional inputs may be None, and the rows of sparse ones are those of lookups.
-        present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
-        self._once(f"{kind} loss", lambda: self._strategy.prepare_loss(self._model, varied(), training), present)
+        self._study(batch, kind)
         return epoch_iterator, self._compiled.loop(kind, distributed)
 
     @property
     def _in_parts(self) -> bool:
         return self._strategy.batch_parts[0] > 1 or self._strategy.cuts_model
 
-    def _varied(self, batch: Any) -> Callable[[], Any]:
-        """Return a function of the batch for trials; it orders the rows at its first call, if a trial runs at all."""
-        return functools.cache(lambda: data.varied_first(batch) if self._in_parts else batch)
+    def _study(self, batch: Any, kind: str) -> None:
+        """Study the model, unless it was studied for steps of this kind since it was compiled."""
+
+        def study() -> None:
+            with full_precision(), self._compiled.kernels():
+                self._strategy.study(self._model, data.varied_first(batch) if self._in_parts else batch, kind)
+
+        # Optional inputs may be None, and the rows of sparse ones are those of lookups.
+        present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
+        self._compiled.once(f"{kind} study", study, present)
 
     def _warn_of_nothing_trained(self) -> None:
         if not any(weights for _, weights in objective.updates_of(self._model)):
@@ -113,11 +112,6 @@ class Preparation:
                 f"{self._model.name!r} does not have any trainable weights: fit updates its metrics and states alone."
                 + way_out
             )
-
-    def _check_state(self, batch: Any, training: bool) -> None:
-        if self._in_parts:
-            with self._strategy.raising_on_all_workers():
-                untracked_state.check_state(self._model, batch, training, self._strategy.cuts_model)
 
     def _check_gradients(self, training: bool) -> None:
         if (
@@ -144,7 +138,7 @@ class Preparation:
         self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
         self._check_data(dataset, distributed, epoch_iterator)
-        self._prepare_outputs(self._varied(batch), training=False)
+        self._study(batch, "predict")
         initial_state.share_weights(self._model, self._strategy)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
 
@@ -171,15 +165,6 @@ class Preparation:
             check_end=check_end if distributed.unknown_end else None,
             **settings,
         )
-
-    def _prepare_outputs(self, batch_of: Callable[[], Any], training: bool) -> None:
-        prepare = self._strategy.prepare_outputs
-        self._once(f"outputs in training: {training}", lambda: prepare(self._model, batch_of(), training))
-
-    def _once(self, kind: str, trial: Callable[[], Any], given: str = "") -> None:
-        """Run a trial of the model unless it ran since the model was compiled."""
-        with full_precision(), self._compiled.kernels():
-            self._compiled.once(kind, trial, given)
 
     def _distribute(
         self, dataset: data.Batches

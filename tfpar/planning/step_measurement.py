@@ -19,7 +19,6 @@ from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings
 from tfpar.messages.reasons import message_of
 from tfpar.pipeline.graph import tracing
-from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES, check_batch_independence, check_synchronized
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.planning.first_batches import FirstBatches
 from tfpar.planning.model_facts import ModelFacts
@@ -27,7 +26,11 @@ from tfpar.planning.plan import Measured
 from tfpar.planning.search import OUT_OF_MEMORY, Failed
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import SingleDevice, Strategy
+from tfpar.strategies.staged import ADVICE_OF_PIPELINES, WORDS_OF_STAGES
 from tfpar.strategies.tensor_parallel.ways import layout_of
+from tfpar.study.known_layers import check_synchronized, normalizing
+from tfpar.study.observation import Mode
+from tfpar.study.outputs import study_outputs
 from tfpar.trainer import Trainer
 
 LAP_SECONDS, ALL_LAPS_SECONDS = 0.2, 2.0
@@ -211,10 +214,10 @@ def _traced(model: keras.Model, batch: Any, device: str) -> tuple[tracing.Graph,
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     with random_state.stand_in_generator():
         graph = tracing.trace(model, inputs)
-        flat = tracing.standardize(model, inputs)
     with tf.device(device), full_precision():
-        check_synchronized(graph)
-        return graph, tuple(check_batch_independence(graph, flat, training=True).batch_normalizations)
+        check_synchronized(model)
+        study_outputs(model, batch, Mode(training=True, gathers=False), WORDS_OF_STAGES, is_known=True)
+        return graph, tuple(normalizing(model, training=True))
 
 
 def _divides_layers(model: keras.Model, graph: tracing.Graph) -> bool:

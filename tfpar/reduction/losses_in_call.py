@@ -7,10 +7,9 @@
 Replicas all-reduce sums and weights inside of `call`. Micro-batches run one after another, so a first pass computes
 their totals over the whole batch. The *way* of a loss is the smallest set of totals that it needs:
 
-    "alone"      no totals: each example has the same number of values, and the loss is a mean over them
-    "sum"        no totals: the loss is a sum, divided by the fraction of the batch in the micro-batch
-    "by weight"  the total weight: it depends on masks and on weights that are not trained
-    "whole"      total sum and weight: a layer uses the loss in a nonlinear function, or its weights are trained
+    "alone"  no totals: each example has the same number of values, and the loss is a mean over them
+    "sum"    no totals: the loss is a sum, divided by the fraction of the batch in the micro-batch
+    "whole"  total sum and weight: masks or weights divide it, or a layer uses it in a nonlinear function
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call
 from tfpar.reduction.losses import dense_losses
-from tfpar.reduction.sums_of_parts import LossSums, SumsOfParts, sums_of
+from tfpar.reduction.sums_of_parts import LossSums, sums_of
 
-Way = Literal["alone", "sum", "by weight", "whole"]
-_WITHOUT_TOTALS = ("alone", "sum")
+Way = Literal["alone", "sum", "whole"]
 
 
 @contextlib.contextmanager
@@ -42,55 +40,35 @@ def _each(reduce: Callable[[Any, LossSums], Any]) -> Iterator[None]:
         yield
 
 
-def cheapest_ways(run: Callable[[], Any], trainable: Sequence[Any]) -> tuple[Way, ...]:
+def cheapest_ways(run: Callable[[], Any]) -> tuple[Way, ...]:
     """Return the cheapest way of each loss that `call` computes, valid if layers use the losses linearly.
 
-    The ways follow from the graph and not from values: the first batch may have nothing to mask.
+    The ways follow from a trace and not from values: the first batch may have nothing to mask.
 
     Args:
-        run: Runs the model on a batch of a known size.
-        trainable: The TensorFlow variables that are trained.
+        run: Runs the model on rows of a known number.
     """
     ways: list[Way] = []
 
+    def note(loss: Any, sums: LossSums) -> tf.Tensor:
+        values, sample_weight, mask, reduction, _ = loss
+        by_weight = mask is not None or (reduction == "mean_with_sample_weight" and sample_weight is not None)
+        # The number of rows is known, so an unknown size means that a layer filters values.
+        divides = by_weight or not dense_losses(values, reduction).shape.is_fully_defined()
+        ways.append("sum" if reduction == "sum" else "whole" if divides else "alone")
+        return tf.math.divide_no_nan(*sums)
+
     def trace() -> None:
-        found: list[Any] = []
-
-        def note(loss: Any, sums: LossSums) -> tf.Tensor:
-            values, sample_weight, mask, reduction, _ = loss
-            by_weight = mask is not None or (reduction == "mean_with_sample_weight" and sample_weight is not None)
-            # The batch has a known size, so an unknown size means that a layer filters values.
-            counts = by_weight or not dense_losses(values, reduction).shape.is_fully_defined()
-            found.append("sum" if reduction == "sum" else sums[1] if counts else "alone")
-            return tf.math.divide_no_nan(*sums)
-
-        with keras.StatelessScope(), tf.GradientTape(persistent=True) as tape, _each(note):
+        with keras.StatelessScope(), _each(note):
             run()
-        for one in found:
-            way: Any = one
-            if not isinstance(one, str):
-                gradients = tape.gradient(one, list(trainable))
-                way = "by weight" if all(each is None for each in gradients) else "whole"
-            ways.append(way)
 
     tf.function(trace, autograph=False).get_concrete_function()
     return tuple(ways)
 
 
-def other_ways(ways: Sequence[Way]) -> list[tuple[Way, ...]]:
-    """Return alternative ways for losses that a layer does not use as means, from the cheapest to the most expensive.
-
-    Args:
-        ways: The cheapest ways.
-    """
-    sums_alone: list[Way] = ["alone" if way == "sum" else way for way in ways]
-    all_whole: list[Way] = ["whole" for _ in ways]
-    return [tuple(sums_alone), tuple(all_whole)]
-
-
 def needs_pass(ways: Sequence[Way]) -> bool:
     """Return whether losses need a first pass over the whole batch, inside of `counting`."""
-    return any(way not in _WITHOUT_TOTALS for way in ways)
+    return "whole" in ways
 
 
 def loss_of_part(way: Way, sums: LossSums, of_batch: LossSums, part: Any) -> tf.Tensor:
@@ -111,8 +89,6 @@ def loss_of_part(way: Way, sums: LossSums, of_batch: LossSums, part: Any) -> tf.
     part = tf.cast(part, total.dtype)
     if way == "sum":
         return tf.math.divide_no_nan(total, part)
-    if way == "by weight":
-        return tf.math.divide_no_nan(total, all_weight * part)
     value = tf.math.divide_no_nan(all_total, all_weight)
     own = tf.math.divide_no_nan(total - value * weight, all_weight)  # with the gradient of total / weight
     return value + tf.math.divide_no_nan(own - tf.stop_gradient(own), part)
@@ -130,7 +106,7 @@ def counting(ways: Sequence[Way], found: list[tf.Tensor]) -> Iterator[None]:
     def note(loss: Any, sums: LossSums) -> tf.Tensor:
         way, nothing = ways[len(found)], tf.zeros([], tf.float64)
         total, weight = (tf.cast(one, tf.float64) for one in sums)
-        found.append(tf.stack([total if way == "whole" else nothing, nothing if way in _WITHOUT_TOTALS else weight]))
+        found.append(tf.stack([total, weight] if way == "whole" else [nothing, nothing]))
         return tf.math.divide_no_nan(*sums)
 
     with _each(note):
@@ -165,56 +141,3 @@ def in_part(ways: Sequence[Way], of_batch: tf.Tensor, part: tf.Tensor) -> Iterat
 
     with _each(reduce):
         yield found
-
-
-class PartTrial:
-    """A trial of the losses that `call` computes: recorded on a batch, then computed on its two parts.
-
-    Args:
-        ways: The ways of the losses, in their order.
-    """
-
-    def __init__(self, ways: Sequence[Way]) -> None:
-        self._ways, self._num_examples = ways, 0
-        self._recorded: list[LossSums] = []
-        self._sums: list[SumsOfParts] = []
-
-    @contextlib.contextmanager
-    def recording(self, num_examples: int) -> Iterator[None]:
-        """Record the losses of the batch inside this context.
-
-        Args:
-            num_examples: The size of the batch. Its first part is one example, its second part all others.
-        """
-        self._recorded, self._sums, self._num_examples = [], [], num_examples
-
-        def record(loss: Any, sums: LossSums) -> tf.Tensor:
-            self._recorded.append(sums)
-            self._sums.append(SumsOfParts(loss[3] == "sum", sums))
-            return tf.math.divide_no_nan(*sums)
-
-        with _each(record):
-            yield
-
-    @contextlib.contextmanager
-    def replaying(self, start: int) -> Iterator[None]:
-        """Compute the losses of one part inside this context.
-
-        Args:
-            start: The number of the part's first example.
-        """
-        recorded = zip(self._ways, self._recorded, self._sums, strict=True)
-        part = (1 if start == 0 else self._num_examples - 1) / self._num_examples
-
-        def replay(loss: Any, sums: LossSums) -> tf.Tensor:
-            way, of_batch, of_parts = next(recorded)
-            of_parts.add(sums)
-            return loss_of_part(way, sums, of_batch, part)
-
-        with _each(replay):
-            yield
-
-    def losses_add_up(self, tolerance: float) -> bool:
-        """Return whether the losses of both parts, once they are replayed, add up to those that need their totals."""
-        recorded = zip(self._ways, self._sums, strict=True)
-        return all(sums.add_up(tolerance) for way, sums in recorded if way == "whole")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -138,7 +138,7 @@ def _recomputed(model: keras.Model, entries: Entries) -> dict[str, Any]:
         inputs, targets, outputs, weights = batch
         # Read outside of the function: inside of one TensorFlow 2.21 may read a variable before its assignment.
         held = keras.StatelessScope(list(zip(variables, counts, strict=True)))
-        with held, tf_function.own_traces(), _no_updates(model):
+        with held, tf_function.own_traces(), not_updated(all_metrics(model)):
             returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
         return keras.tree.map_structure(tf.convert_to_tensor, returned)
 
@@ -157,10 +157,10 @@ def _recomputed(model: keras.Model, entries: Entries) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _no_updates(model: keras.Model) -> Iterator[None]:
-    """Ignore updates of the metrics of a model inside this context."""
+def not_updated(metrics: Iterable[keras.Metric]) -> Iterator[None]:
+    """Ignore updates of metrics inside this context."""
     with contextlib.ExitStack() as stack:
-        for metric in all_metrics(model):
+        for metric in metrics:
             stack.enter_context(mock.patch.dict(vars(metric), {"update_state": lambda *_, **__: None}))
         yield
 
@@ -174,6 +174,15 @@ def all_metrics(model: keras.Model) -> list[keras.Metric]:
             found[id(metric)] = metric
             waiting += keras_metrics.inner_metrics(metric)
     return list(found.values())
+
+
+def other_metrics(model: keras.Model, metrics: Sequence[keras.Metric]) -> list[keras.Metric]:
+    """Return the metrics of a model but some, and but those that hold one of these."""
+
+    def concerns(metric: keras.Metric) -> bool:
+        return any(metric is one for one in metrics) or any(map(concerns, keras_metrics.inner_metrics(metric)))
+
+    return [metric for metric in all_metrics(model) if not concerns(metric)]
 
 
 def _depends(tensor: tf.Tensor, on: list[Any]) -> bool:

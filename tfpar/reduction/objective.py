@@ -19,9 +19,9 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_metrics, keras_model, random_state
 from tfpar.reduction.losses import BatchWeights, mean_of_sums, reduce_loss
-from tfpar.reduction.sum_or_mean import restored, unchanged
+from tfpar.reduction.restored_model import restored, unchanged
 from tfpar.reduction.update_order import after_reads
-from tfpar.reduction.whole_batch import Trial
+from tfpar.reduction.whole_batch import Recording
 
 Loss = Callable[[Any, bool], Any]
 _EXAMPLES = "one value per example, [batch, ...], or a pair (sum, weight) of scalars"
@@ -285,12 +285,12 @@ def check(model: keras.Model, batch: Any) -> None:
     both = data.join_batches([first, others])
     for objective in objectives_of(model):
         with unchanged(model):
-            again, trial = _values(objective, both, False), Trial()
-            with trial.recording(int(data.num_rows(both))):
+            again, recording = _values(objective, both, False), Recording()
+            with recording.recording(int(data.num_rows(both))):
                 whole = _values(objective, both, False)
             parts = []
             for start, part in enumerate((first, others)):
-                with trial.replaying(start):
+                with recording.replaying(start):
                     parts.append(_values(objective, part, False))
         joined = tuple(map(sum, zip(*parts, strict=True))) if isinstance(whole, tuple) else tf.concat(parts, 0)
         if _close(whole, again) and not _close(whole, joined):

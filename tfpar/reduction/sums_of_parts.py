@@ -44,10 +44,14 @@ class SumsOfParts:
     """The sums of a loss in `call` for a batch and for its parts, which must add up.
 
     Those of a similarity over `axis=0` do not: each value of it is one of the whole batch.
+
+    Args:
+        is_sum: Whether the loss is a sum; else it is divided by its weight.
+        whole: The sum and weight of the batch.
     """
 
     def __init__(self, is_sum: bool, whole: LossSums) -> None:
-        self._is_sum, self._whole, self._parts = is_sum, whole, list[LossSums]()
+        self.is_sum, self.whole, self._parts = is_sum, whole, list[LossSums]()
 
     def add(self, part: LossSums) -> None:
         """Add the sum and weight of a part."""
@@ -58,9 +62,9 @@ class SumsOfParts:
         if not self._parts:
             return True
         total, weight = (float(sum(column)) for column in zip(*self._parts, strict=True))
-        loss, largest = float(self._whole[0]), max(abs(float(part[0])) for part in self._parts)
-        if not self._is_sum:
-            total, loss = total / (weight or 1.0), loss / (float(self._whole[1]) or 1.0)
+        loss, largest = float(self.whole[0]), max(abs(float(part[0])) for part in self._parts)
+        if not self.is_sum:
+            total, loss = total / (weight or 1.0), loss / (float(self.whole[1]) or 1.0)
             largest /= abs(weight) or 1.0
         return add_up(total, loss, tolerance, largest)
 

@@ -1,10 +1,10 @@
-"""Values of the whole batch in a model's `call`: recorded and replayed in trials, all-gathered on replicas.
+"""Values of the whole batch in a model's `call`: recorded and replayed by a study, all-gathered on replicas.
 
     run on the whole batch      recorded:   loss 0.37, rows a b c d
     run on a part of it         replayed:   loss 0.37, rows a b c d      all else is equal
 
-Before the first step a trial runs a model on a batch and on its parts. Replicas compute gathered rows, and losses in a
-model's `call`, on the whole batch, so the trial replays the recorded values for the parts.
+Before the first step a study runs a model on a batch and on its parts. Replicas compute gathered rows, and losses in a
+model's `call`, on the whole batch, so the study replays the recorded values for the parts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call
+from tfpar._compat import keras_losses_in_call, keras_model
 from tfpar.reduction import text_bytes
-from tfpar.reduction.losses import BatchWeights
+from tfpar.reduction.losses import ALONE, BatchWeights
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.sums_of_parts import SumsOfParts, sums_of
 
@@ -42,6 +42,7 @@ _rows: list[Rows] = []
 
 class _OfThread(threading.local):
     has_all_rows = False
+    counts_once = False
 
 
 _of_thread = _OfThread()
@@ -79,13 +80,96 @@ def gather(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def having_all_rows() -> Iterator[None]:
-    """Let `gather` return its argument in this thread, that of a replica: the call inside has the whole batch."""
-    before, _of_thread.has_all_rows = _of_thread.has_all_rows, True
+def having_all_rows(*, counts_once: bool = False) -> Iterator[None]:
+    """Let `gather` return its argument in this thread, that of a replica: the call inside has the whole batch.
+
+    Args:
+        counts_once: Whether this replica alone counts metrics inside; else each counts its share of them.
+    """
+    before = _of_thread.has_all_rows, _of_thread.counts_once
+    _of_thread.has_all_rows, _of_thread.counts_once = True, counts_once
     try:
         yield
     finally:
-        _of_thread.has_all_rows = before
+        _of_thread.has_all_rows, _of_thread.counts_once = before
+
+
+def has_all_rows() -> bool:
+    """Return whether this thread is inside of `having_all_rows`."""
+    return _of_thread.has_all_rows
+
+
+def weight_of_scalar(share: tf.Tensor) -> tf.Tensor | None:
+    """Return the weight of a scalar that a metric counts: the share of the batch that is counted, None for all of it.
+
+    Args:
+        share: That of the calling replica.
+    """
+    return None if _of_thread.counts_once else share
+
+
+def gather_for_loss(structure: Any, counts: BatchWeights = ALONE) -> Any:
+    """Return the rows of the whole batch of what a loss or a metric takes, with their Keras masks.
+
+    The loss of the whole batch is then computed on each replica. `share_of` gives each its share of the value and of
+    all gradients, but each is the only one with a gradient of its own rows.
+
+    Args:
+        structure: Tensors `[rows, ...]` of the calling replica, or None.
+        counts: The sizes of the per-replica and the global batch; without a gradient they do not matter.
+
+    Raises:
+        ValueError: If there is a ragged or sparse tensor.
+    """
+
+    def gathered(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, tf.Tensor):
+            raise ValueError(
+                "A loss or a metric that parts of a batch do not give takes the whole batch, gathered from dense "
+                f"tensors, received a {type(tensor).__name__}. Use to_tensor(), or train on SingleDevice()."
+            )
+        mask = keras_model.mask_of(tensor)
+        rows = _for_loss(tensor, counts)
+        return rows if mask is None else keras_model.with_mask(rows, _rows[-1].gather(tf.convert_to_tensor(mask)))
+
+    return tf.nest.map_structure(gathered, structure)
+
+
+def _for_loss(tensor: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
+    """Return the rows of the whole batch; the calling replica has the gradient of its own rows alone."""
+    rows = _rows[-1]
+    if not tensor.dtype.is_floating:
+        return rows.gather(tensor)
+    shape = tf.shape(tensor, tf.int64)
+
+    @tf.custom_gradient
+    def gathered(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def back(upstream: tf.Tensor) -> tf.Tensor:
+            weight = tf.cast(counts.example_weight, upstream.dtype)
+            return tf.math.divide_no_nan(rows.own(upstream, shape[0]) * weight, _share(counts, upstream.dtype))
+
+        return rows.gather(own), back
+
+    return gathered(tensor)
+
+
+def share_of(loss: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
+    """Return a replica's share of a loss of the whole batch, or the loss with the gradient of the share.
+
+    Args:
+        loss: That of rows from `gather_for_loss`, a scalar.
+        counts: The sizes of the per-replica and the global batch.
+    """
+    share = loss * _share(counts, loss.dtype)
+    return share if counts.partial_values else share + tf.stop_gradient(loss - share)
+
+
+def _share(counts: BatchWeights, dtype: tf.DType) -> tf.Tensor:
+    """Return the share of the calling replica's rows in the whole batch."""
+    own = tf.cast(counts.example_weight, dtype) * tf.cast(counts.local_size, dtype)
+    return own / counts.size_of_all(dtype)
 
 
 def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
@@ -98,7 +182,7 @@ def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
     return _rows[-1].own(tensor, num_rows) if _rows else tensor
 
 
-class Trial(Rows):
+class Recording(Rows):
     """Values of the whole batch, recorded in one run of a model and replayed in others.
 
     Args:
@@ -108,10 +192,10 @@ class Trial(Rows):
             model with an overridden `compute_loss`.
 
     Example:
-        >>> trial = Trial()
-        >>> with trial.recording(num_examples=8):
+        >>> recording = Recording()
+        >>> with recording.recording(num_examples=8):
         ...     whole = model(batch)
-        >>> with trial.replaying(start=0):
+        >>> with recording.replaying(start=0):
         ...     part = model(part_of_batch)
     """
 
@@ -179,6 +263,11 @@ class Trial(Rows):
     def losses_add_up(self, tolerance: float) -> bool:
         """Return whether the losses of all parts, once they are replayed, add up to those of the batch."""
         return all(sums.add_up(tolerance) for sums in self._sums)
+
+    @property
+    def losses(self) -> list[SumsOfParts]:
+        """The losses that `call` computed, in their order."""
+        return self._sums
 
     def _losses_in_call(self) -> contextlib.AbstractContextManager[None]:
         of_part = keras_losses_in_call.losses_in_call

@@ -16,6 +16,7 @@ from tfpar import data
 from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
+from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import model_scopes
 from tfpar.strategies.batches_ahead import HOST, StepBatch
@@ -217,43 +218,26 @@ class Strategy(abc.ABC):
         """
         return  # the scope places them
 
-    @abc.abstractmethod
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Check before the first step that the strategy trains this model exactly.
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out before the first step of a kind how parts of a batch give the whole, or refuse the model.
 
         Args:
-            model: A built and compiled model.
-            batch: The first global batch, `(inputs, targets, sample_weight)` as far as given.
+            model: A built model; for "train" and "evaluate" a compiled one.
+            batch: The first batch, `(inputs, targets, sample_weight)` as far as given.
+            kind: "train", "evaluate" or "predict": what the next steps do.
 
         Raises:
-            ValueError: If it cannot; the message names the reason.
+            ValueError: If the parts of a batch cannot give the whole; the message names the reason.
         """
+        return  # one device computes the whole batch
 
-    def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Check before the first step of a kind that the model's outputs equal those of one device.
+    def verdict(self, model: keras.Model) -> Verdict | None:
+        """Return what the study of a model found for training; None where one device computes the whole batch.
 
         Args:
-            model: A built model.
-            batch: The first batch, `(inputs,)` or with more.
-            training: Whether train steps follow; otherwise evaluate or predict steps.
-
-        Raises:
-            ValueError: If they are not.
+            model: A model after `study`.
         """
-        return  # with one copy of the model nothing can differ
-
-    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Check before the first step of a kind that the value of an overridden `compute_loss` can be reduced exactly.
-
-        Args:
-            model: A model after `prepare`.
-            batch: The first global batch.
-            training: Whether train steps follow; the argument `training` of `compute_loss`.
-
-        Raises:
-            ValueError: If it is not.
-        """
-        return  # one device needs no check
+        return None
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context for calls of the compiled loop of train or evaluate steps."""
@@ -263,7 +247,7 @@ class Strategy(abc.ABC):
         """Return the batch of a train or evaluate step, with the devices that read it; traced ahead of the step.
 
         Args:
-            model: A model after `prepare`.
+            model: A model after `study`.
             element: An element of the distributed dataset.
         """
         return StepBatch(element, [HOST] * len(tf.nest.flatten(element)))

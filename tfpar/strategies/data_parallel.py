@@ -17,18 +17,17 @@ from tfpar._compat import (
     keras_model,
     keras_optimizer,
     keras_variables,
-    python_draws,
-    random_state,
     tf_distribute,
 )
 from tfpar.data import Sharded
+from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
 from tfpar.reduction.gradient_order import compute_early
 from tfpar.reduction.indexed_slices import LookupKinds
-from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.update_order import after_reads
-from tfpar.strategies import batch_dependence, objective_steps
+from tfpar.reduction.verdict import Verdict
+from tfpar.strategies import objective_steps
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.distributed import Distributed
@@ -46,6 +45,18 @@ from tfpar.strategies.replica_states import (
     update_metrics_once,
 )
 from tfpar.strategies.single_device import forward, loss_and_gradients
+from tfpar.study.outputs import BatchDependentLayers, Words
+from tfpar.study.report import gathering
+from tfpar.study.study import Engine, study
+
+_WORDS = Words(
+    alone="train on SingleDevice()",
+    mixing="set batch_dependent_layers='gather' to compute it on the whole batch, or use SingleDevice()",
+    state=(
+        "Reduce the examples of all parts, which tfpar.gather returns, and leave out the weight's aggregation; or use "
+        "SingleDevice()."
+    ),
+)
 
 
 class DataParallel(DividesState):
@@ -72,7 +83,7 @@ class DataParallel(DividesState):
         self,
         strategy: tf.distribute.Strategy,
         pack_bytes: int | None,
-        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
+        batch_dependent_layers: BatchDependentLayers = "refuse",
     ) -> None:
         keras_variables.convert_replicated_variables()
         self.home = self._strategy = strategy
@@ -129,48 +140,11 @@ class DataParallel(DividesState):
         """Return the size of the global batch, an int64 scalar."""
         return tf.cast(element[3], tf.int64)
 
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Find the reduction of the model's losses over replicas, or refuse the model.
-
-        Raises:
-            ValueError: If a loss, or a loss added by a layer, is neither a sum nor a mean over the examples, or if a
-                loss draws from NumPy or Python.
-        """
-        self._runs_of(model).renew_generator()
-        if self.num_replicas > 1:
-            with self.raising_on_all_workers():
-                with python_draws.noted(keras_model.all_layers(model)) as drawn:
-                    self._find_losses(model, batch)
-                if drawn:
-                    raise python_draws.refusal([model.name], "train on SingleDevice()")
-
-    def _find_losses(self, model: keras.Model, batch: Any) -> None:
-        runs = self._runs_of(model)
-        if objective.objectives_of(model):
-            objective.check(model, batch)
-            return
-        with random_state.preserved_random_state(), runs.gathering():
-            runs.losses = LossDecomposition(model, batch)
-
     def _runs_of(self, model: keras.Model) -> ReplicaRuns:
         runs = self._runs.get(model)
         if runs is None:
             runs = ReplicaRuns(self._strategy, self.num_replicas, compiles_calls=self._merges)
         return self._runs.setdefault(model, runs)
-
-    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find the reduction of gradients of embedding lookups, and of the value of an overridden `compute_loss`.
-
-        Raises:
-            ValueError: If replicas cannot reduce them exactly, or an added loss.
-        """
-        runs = self._runs_of(model)
-        if training and self.num_replicas > 1 and may_look_up(model, batch):
-            self._find_lookup_kinds(model, batch)
-        if runs.losses is not None:
-            with self.raising_on_all_workers(), runs.gathering():
-                runs.losses.check(training)
-                runs.losses.find_own_loss(model, batch, training)
 
     def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
         runs = self._runs_of(model)
@@ -179,29 +153,43 @@ class DataParallel(DividesState):
         chiefs = json.loads(self.broadcast(json.dumps(found).encode()))
         runs.lookup_kinds = [LookupKinds(*one) for one in chiefs]
 
-    def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Refuse batch-dependent layers, or gather the whole batch for them."""
-        self._runs_of(model)
-        if self.num_replicas > 1:
-            self._check_batch_dependence(model, batch, training)
-            if self._batch_dependent_layers == "gather":  # the trial of losses runs in training and in inference
-                with contextlib.suppress(Exception):
-                    self._check_batch_dependence(model, batch, not training)
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out how replicas give the losses, metrics and states of the whole batch, or refuse the model."""
+        runs = self._runs_of(model)
+        runs.begin(model)
+        if self.num_replicas == 1:
+            return
+        if objective.objectives_of(model):
+            with self.raising_on_all_workers():
+                objective.check(model, batch)
+        else:
+            self._study(model, batch, kind, runs)
+        if kind == "train" and may_look_up(model, batch):
+            self._find_lookup_kinds(model, batch)
 
-    def _check_batch_dependence(self, model: keras.Model, batch: Any, training: bool) -> None:
+    def _study(self, model: keras.Model, batch: Any, kind: str, runs: ReplicaRuns) -> None:
+        engine = self._engine(kind)
         with self.raising_on_all_workers():
-            names = batch_dependence.find(model, batch, training)
-        names = self._first_found(names)
-        if names and self._batch_dependent_layers == "refuse":
-            raise batch_dependence.refusal(model, names, gathers=False, training=training)
+            verdict, gathered = study(model, batch, kind, engine)
+        agreed = self._agreed(verdict)
         with self.raising_on_all_workers():
-            gathered = batch_dependence.resolve(model, batch, names, training) if names else []
-        self._runs_of(model).gathered[training] = gathered
-        self._runs_of(model).find_states(model, batch, training, self)
+            if agreed.gathered != verdict.gathered:
+                _, gathered = study(model, batch, kind, engine, agreed.gathered)
+        runs.note(model, agreed, gathered, kind)
+        if kind != "predict" and self.is_chief and (line := gathering(model, agreed)):
+            user_warnings.warn(line)
 
-    def _first_found(self, names: list[str]) -> list[str]:
-        """Return the names of the first worker that found any."""
-        return names
+    def verdict(self, model: keras.Model) -> Verdict | None:
+        """Return what the study of a model found for training."""
+        return self._runs_of(model).verdict(True) if self.num_replicas > 1 else None
+
+    def _engine(self, kind: str) -> Engine:
+        """Return what this engine can do in steps of a kind."""
+        return Engine(_WORDS, gathers=True, adds_states=True, gathers_layers=self._batch_dependent_layers == "gather")
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Return the verdict on which the workers agree."""
+        return verdict
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the element without its digest, each per-replica batch for the device of its replica."""
@@ -220,7 +208,11 @@ class DataParallel(DividesState):
                 model, batch, self._run, self._sum_gradients, self._apply, layer_metrics_counted_once
             )
         _, _, example_weight, _ = batch
-        losses, call = self._runs_of(model).losses, self._runs_of(model).call
+        losses, call, verdict = (
+            self._runs_of(model).losses,
+            self._runs_of(model).call,
+            self._runs_of(model).verdict(True),
+        )
 
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
@@ -230,7 +222,7 @@ class DataParallel(DividesState):
             given = [*gradients, loss] if is_partial else gradients
             sums = self._sum_gradients(model, given, (loss, outputs), example_weight, num_counted)
             loss = sums.pop() if is_partial else loss
-            update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
+            update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
             return loss, sums
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
@@ -298,13 +290,13 @@ class DataParallel(DividesState):
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
         if objective.objectives_of(model):
             return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
-        call = self._runs_of(model).call
+        call, verdict = self._runs_of(model).call, self._runs_of(model).verdict(False)
 
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with layer_metrics_counted_once(model, num_counted):
                 loss, outputs = forward(model, inputs, targets, weights, call)
-            update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
+            update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
             return (loss,)
 
         (loss,) = self._run(model, on_replica, batch, training=False)

@@ -24,13 +24,12 @@ from tfpar.cluster import tf_config
 from tfpar.messages.number_format import three_digits
 from tfpar.messages.reasons import message_of
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import remote_devices
 from tfpar.strategies.job_roles import refuse_evaluator, warn_of_other_launcher
 from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
-from tfpar.strategies.staged import Settings, Staged
+from tfpar.strategies.staged import ADVICE_OF_PIPELINES, Settings, Staged
 from tfpar.strategies.worker_watch import WorkerWatch
 
 _EXPLANATION = 'shard="weights" runs a model in blocks, as a pipeline with one micro-batch for each replica. {error}'

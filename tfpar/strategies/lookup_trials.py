@@ -189,7 +189,7 @@ class _Eager:
 
     def _numbers(self, batch: Any) -> tuple[Numbers, list[Numbers]]:
         """Return row numbers for some examples, and for their halves if `call` gathers the whole batch."""
-        trial = whole_batch.Trial()
+        trial = whole_batch.Recording()
         with trial.recording(2 * self._size):
             whole = self._lookups(batch)
         self.known = [list(map(indexed_slices.known_kind, lookups)) for lookups in whole]

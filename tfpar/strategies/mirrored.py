@@ -13,11 +13,11 @@ from tfpar import cluster, data
 from tfpar._compat import tf_distribute
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import replicas
-from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.fully_sharded import FullySharded, check_without_effect
 from tfpar.strategies.optimizer_shards import OptimizerShards, Shard, check_shard
+from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 

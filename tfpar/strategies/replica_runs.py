@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar import data, host_sizes
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_model, random_state
-from tfpar.reduction import indexed_slices
-from tfpar.reduction.loss_decomposition import LossDecomposition
+from tfpar.reduction import indexed_slices, objective
+from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
-from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
-from tfpar.strategies import batch_dependence, state_trials
+from tfpar.reduction.verdict import Verdict
+from tfpar.reduction.whole_batch import RowsOfReplicas, has_all_rows, knowing, weight_of_scalar
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.compiled_calls import call_with_xla, suits
 from tfpar.strategies.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
 from tfpar.strategies.single_device import forward_backward
-
-_WAY_OUT = (
-    "Reduce the examples of all parts, which tfpar.gather returns, and leave out the weight's aggregation; or use "
-    "SingleDevice()."
-)
-
-
-class Workers(Protocol):
-    """What the search for states needs of a strategy."""
-
-    def raising_on_all_workers(self) -> contextlib.AbstractContextManager[None]:
-        """Raise an error of one worker on all."""
-
-    def broadcast(self, message: bytes | None) -> bytes:
-        """Return the chief's message."""
+from tfpar.study.gathered_calls import with_whole_batch
+from tfpar.study.layers import Mixing
 
 
 class ReplicaRuns:
@@ -58,14 +44,11 @@ class ReplicaRuns:
     def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int, *, compiles_calls: bool) -> None:
         self._strategy, self._num_replicas, self._compiles_calls = strategy, num_replicas, compiles_calls
         self._generator = random_state.GeneratorOnReplicas(strategy)
-        self.losses: LossDecomposition | None = None
-        self.gathered: dict[bool, list[batch_dependence.Mixed]] = {}
+        self._compilation: Any = None
+        self.losses: LossReduction | None = None
+        self.gathered: dict[bool, list[Mixing]] = {}
         self.averaged: dict[bool, list[keras.Variable]] = {}
         self.lookup_kinds: list[indexed_slices.LookupKinds] | None = None
-
-    def renew_generator(self) -> None:
-        """Create the random generator of the replicas again, for a model that was compiled again."""
-        self._generator = random_state.GeneratorOnReplicas(self._strategy)
 
     def gathering(self, *modes: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context in which batch-dependent layers take the whole batch.
@@ -74,9 +57,7 @@ class ReplicaRuns:
             *modes: True for the layers that depend on the batch in training, False for those in inference; none for
                 both.
         """
-        return batch_dependence.on_whole_batch(
-            [call for mode in modes or (True, False) for call in self.gathered.get(mode, ())]
-        )
+        return with_whole_batch([call for mode in modes or (True, False) for call in self.gathered.get(mode, ())])
 
     def call(self, model: keras.Model, inputs: Any, training: bool) -> Any:
         """Call a model on a replica; XLA compiles the call if the model was compiled so, and if it can."""
@@ -92,28 +73,33 @@ class ReplicaRuns:
         adds_losses = self.losses is not None and self.losses.adds_losses(training)
         return suits(model) and not looks_up and not adds_losses
 
-    def find_states(self, model: keras.Model, batch: Any, training: bool, workers: Workers) -> None:
-        """Find the states to average, or refuse a model with states that are no mean over the replicas.
+    def begin(self, model: keras.Model) -> None:
+        """Begin anew if the model was compiled again: with other losses, and the present random state."""
+        compilation = keras_model.compilation(model)
+        if compilation is None or compilation is self._compilation:
+            return
+        self._compilation, self._generator = compilation, random_state.GeneratorOnReplicas(self._strategy)
+        has_parts = self._num_replicas > 1 and not objective.objectives_of(model)
+        self.losses = LossReduction(model) if has_parts else None
+
+    def note(self, model: keras.Model, verdict: Verdict, gathered: Sequence[Mixing], kind: str) -> None:
+        """Note how parts of a batch give the whole in the next steps of a kind.
 
         Args:
             model: A built model.
-            batch: A batch.
-            training: Whether the model trains in the next steps.
-            workers: The strategy, whose workers take the chief's decision.
-
-        Raises:
-            ValueError: If a state after a batch is not its mean over the replicas.
+            verdict: What a study found.
+            gathered: The layers to call with the whole batch.
+            kind: "train", "evaluate" or "predict".
         """
-        with workers.raising_on_all_workers(), self.gathering(training):
-            found = state_trials.find(model, batch, training)
-            kinds = [weight.aggregation for weight in model.weights]
-            # Keras reduces these by itself: without regard to the examples of each part, or n times a value.
-            reduced = [number for number in found.averaged if kinds[number] != "none"]
-            reduced += [number for number in found.equal if kinds[number] == "sum"]
-            if others := found.others + reduced:
-                raise state_trials.refusal(model, others, training, _WAY_OUT)
-        numbers = json.loads(workers.broadcast(json.dumps(found.averaged).encode()))
-        self.averaged[training] = [model.weights[number] for number in numbers]
+        training = kind == "train"
+        self.gathered[training] = list(gathered)
+        self.averaged[training] = [model.weights[number] for number in verdict.averaged]
+        if self.losses is not None and kind != "predict":
+            self.losses.verdicts[training] = verdict
+
+    def verdict(self, training: bool) -> Verdict:
+        """Return what a study found about the losses and metrics of the model."""
+        return Verdict() if self.losses is None else self.losses.verdicts.get(training, Verdict())
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -152,7 +138,8 @@ class ReplicaRuns:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._drawing())
-            stack.enter_context(keras_losses_in_call.scalars_weighted(lambda _: fractions.get(local_replica_id())))
+            weight = lambda _: weight_of_scalar(fractions.get(local_replica_id()))  # noqa: E731
+            stack.enter_context(keras_losses_in_call.scalars_weighted(weight, has_all_rows))
             stack.enter_context(knowing(RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)))
             stack.enter_context(self.gathering(training))
             if self.losses is not None:
@@ -172,18 +159,19 @@ class ReplicaRuns:
             batch: An element of the distributed dataset.
             apply: Runs an optimizer on every replica with weights and their gradients.
         """
-        parts, num_counted, example_weight, _ = batch
+        parts, num_counted, example_weight, num_examples = batch
+        rows = RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)
 
         def on_replica(parts: Sequence[Any]) -> list[Any]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
             counts = _of_replica(num_counted, local_replica_id())
             with layer_metrics_counted_once(model, counts):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
-            update_metrics_once(model, loss, counts, inputs, targets, outputs, weights)
+            update_metrics_once(model, loss, counts, (inputs, targets, outputs, weights), self.verdict(True))
             # A padding batch contributes zero gradient.
             return [_where(example_weight > 0, gradient) for gradient in gradients]
 
-        with self._drawing(), keras_losses.local_losses():
+        with self._drawing(), keras_losses.local_losses(), knowing(rows):
             gradients = self._on_replicas(model, on_replica, parts)
             apply(model, model.optimizer, model.trainable_variables, gradients)
 

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, tf_distribute
-from tfpar.reduction import metric_logs
-from tfpar.reduction.replicas import sum_without_gradient
+from tfpar.reduction import metric_logs, whole_batch
+from tfpar.reduction.replicas import replica_id, sum_without_gradient
+from tfpar.reduction.verdict import Verdict
 from tfpar.strategies.batches_ahead import HOST
-from tfpar.strategies.single_device import update_metrics
 
 
 @contextlib.contextmanager
@@ -27,16 +27,44 @@ def layer_metrics_counted_once(model: keras.Model, num_counted: tf.Tensor) -> It
         variable.assign(tf.where(num_counted > 0, variable.value, value))
 
 
-def update_metrics_once(model: keras.Model, loss: tf.Tensor, num_counted: tf.Tensor, *batch: Any) -> None:
-    """Update the metrics with the per-replica batch, unless another replica counts its examples."""
+def update_metrics_once(
+    model: keras.Model, loss: tf.Tensor, num_counted: tf.Tensor, batch: Sequence[Any], verdict: Verdict
+) -> None:
+    """Update the metrics with the per-replica batch, unless another replica counts its examples.
+
+    The first replica alone updates metrics that take the whole batch, which all gather.
+
+    Args:
+        model: A compiled model.
+        loss: The global loss.
+        num_counted: The number of examples of this replica to count.
+        batch: Inputs, targets, outputs and sample weights of the replica.
+        verdict: What a study found.
+    """
+    compiled = keras_metrics.compiled_metrics(model)
+    with_all_rows = metric_logs.all_metrics(model) if verdict.whole_metrics else [compiled[i] for i in verdict.metrics]
 
     def update() -> tf.Tensor:
-        update_metrics(model, loss, num_counted, *batch)
+        keras_metrics.loss_tracker(model).update_state(loss, sample_weight=num_counted)
+        if not verdict.whole_metrics:
+            with metric_logs.not_updated(with_all_rows):
+                metric_logs.update_metrics(model, *batch, whole=False)
         return tf.constant(True)
 
     with tf.device(HOST):  # else the host, which launches one of the branches, waits for the device
         counts_here = num_counted > 0
     tf.cond(counts_here, update, lambda: tf.constant(False))
+    if with_all_rows:
+        inputs = whole_batch.gather_for_loss(batch[0]) if verdict.reads_inputs else batch[0]
+        _update_by_first(model, with_all_rows, (inputs, *whole_batch.gather_for_loss(tuple(batch[1:]))))
+
+
+def _update_by_first(model: keras.Model, metrics: Sequence[keras.Metric], batch: Sequence[Any]) -> None:
+    """Update metrics with the whole batch on the first replica."""
+    others = metric_logs.other_metrics(model, metrics)
+    if replica_id() == 0:
+        with whole_batch.having_all_rows(counts_once=True), metric_logs.not_updated(others):
+            metric_logs.update_metrics(model, *batch, whole=False)
 
 
 def own_statistics(model: keras.Model) -> list[keras.Variable]:

@@ -65,9 +65,6 @@ class SingleDevice(SingleReplica):
             return super().holds(variable)
         return super().holds(variable) and keras_variables.is_on(variable, self.device)
 
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Accept every model: one device is the reference for other strategies."""
-
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the batch, all of it for the device."""
         return StepBatch(element, self.device_names * len(tf.nest.flatten(element)))

@@ -9,25 +9,20 @@ from types import MappingProxyType
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar._compat import (
-    keras_loss_operations,
     keras_losses,
-    keras_model,
     keras_optimizer,
     keras_variables,
     random_state,
 )
-from tfpar.full_precision import full_precision
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.link_timing import measure_transfers
 from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.graph import tracing as model_graph
-from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_sizes, check_synchronized
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
@@ -36,7 +31,6 @@ from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
-from tfpar.strategies import state_trials
 from tfpar.strategies.free_memory import within_free_memory
 from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.tensor_parallel.layout import Layout
@@ -95,7 +89,6 @@ class StagePlanner:
         self._versions: PerModel[ModelVersion] = PerModel()
         self._sizes: PerModel[list[int]] = PerModel()
         self._stages: PerModel[StagesOfModel] = PerModel()
-        self._checked: PerModel[dict[bool, Any]] = PerModel()  # the checked compilation, by whether the model trains
 
     def forget_changed(self, model: keras.Model) -> bool:
         """Delete the stages of a model that they are no longer of; return whether there were any.
@@ -139,28 +132,18 @@ class StagePlanner:
             # Whether a rule fits depends on the stages, which are others with measured times.
             self._cut(model, graph, balance, costs, 1)
 
-    def check_again(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Check a model that has stages for batch-dependent layers, in training or in inference."""
-        if model in self._stages:
-            self._check_batch_dependence(model, self._partitions[model].graph, batch, training)
-
-    def plan(self, model: keras.Model, batch: Any, training: bool) -> bool | None:
+    def plan(self, model: keras.Model, batch: Any) -> None:
         """Cut a model into stages at its first batch, and again for an optimizer that needs more memory.
 
         Args:
             model: A compiled model.
             batch: The first global batch.
-            training: Whether training steps follow.
-
-        Returns:
-            Whether a layer adds a loss; None if the model already had stages.
 
         Raises:
-            ValueError: If the model cannot be cut into stages, or a layer is batch-dependent.
+            ValueError: If the model cannot be cut into stages.
         """
-        adds_losses = None
         if model not in self._stages:
-            adds_losses = self._trace_and_cut(model, batch, training)
+            self._trace_and_cut(model, batch)
         elif self._memory_limit_bytes is not None:  # a new optimizer may have more slots per weight
             before = self._partitions[model]
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -182,7 +165,6 @@ class StagePlanner:
                 groups=self._groups,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
-        return adds_losses
 
     def stages_of(self, model: keras.Model) -> StagesOfModel:
         """Return the compiled stages of a model."""
@@ -224,38 +206,17 @@ class StagePlanner:
         """Return the grid of a model, and then those of more traffic between machines."""
         return self._grids[model]
 
-    def _trace_and_cut(self, model: keras.Model, batch: Any, training: bool) -> bool:
+    def _trace_and_cut(self, model: keras.Model, batch: Any) -> None:
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         size = self.microbatch_size(given)
         with self._raising(), random_state.stand_in_generator():
             model_graph.build(model, given)
-            added: list[Any] = []
-            with keras_losses.collect_added_losses(lambda: added):
+            with keras_losses.collect_added_losses(list):
                 graph = model_graph.trace(model, given)
-            self._check_batch_dependence(model, graph, batch, training)
             balance = self._balance_of(model, graph)
             costs = self._measure(graph, balance, model_graph.standardize(model, given), size)
         self._cut(model, graph, balance, costs, size, warns=True, rules=self._rules)
         self._hide_transfers(model, size)
-        # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
-        adds = added or any(isinstance(call.operation, keras_loss_operations.AddedLoss) for call in graph.calls)
-        return bool(adds) or any(map(keras_model.may_add_loss, keras_model.all_layers(model)))
-
-    def _check_batch_dependence(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
-        """Refuse batch-dependent layers in training or in inference; check once per compilation."""
-        check_sizes(keras_model.all_layers(model), training)
-        compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
-        is_alone = self._schedule.num_microbatches == 1 and self._agree is None
-        if is_alone or self._allow_batch_dependence or checked.get(training, self) is compilation:
-            return
-        batch = data.varied_first(batch)
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        if training:
-            check_synchronized(graph)
-        with tf.device(self._devices[0]), full_precision():
-            check_batch_independence(graph, model_graph.standardize(model, inputs), training)
-            state_trials.check_microbatches(model, batch, training)
-        checked[training] = compilation
 
     def _measure(
         self, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int

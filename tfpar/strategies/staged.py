@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tfpar._compat import (
     keras_model,
     keras_variables,
     keras_weight_placement,
+    random_state,
     tf_function,
 )
 from tfpar.per_model import PerModel
@@ -26,11 +28,11 @@ from tfpar.pipeline.analysis.step_timing import measure_step
 from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.steps import Apply, PipelineSteps
-from tfpar.pipeline.graph.batch_dependence import check_stateless
 from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
+from tfpar.reduction.verdict import Verdict
 from tfpar.strategies import turns
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.hidden_errors import revealed
@@ -41,6 +43,20 @@ from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.rules import Rules
 from tfpar.strategies.tensor_parallel.stages import groups_of
 from tfpar.strategies.tensor_parallel.table import lines_of
+from tfpar.study.known_layers import check_parts, check_synchronized
+from tfpar.study.outputs import Words
+from tfpar.study.study import Engine, check_state_of_stages, study
+
+# The advice for a model that needs its whole batch.
+ON_WHOLE_BATCH = "use a Pipeline with num_microbatches=1"
+WORDS_OF_STAGES = Words(
+    alone=ON_WHOLE_BATCH,
+    mixing=f"{ON_WHOLE_BATCH}, or allow_batch_dependent_layers=True to accept other results",
+)
+# The advice in an error, from the comma or semicolon before it on, where it is of no use.
+ADVICE_OF_PIPELINES = re.compile(
+    rf"([;,] )(?:or )?{ON_WHOLE_BATCH}(?:,? or (?:set )?allow_batch_dependent_layers=True(?: to [^.]*)?)?"
+)
 
 
 class Settings(NamedTuple):
@@ -98,7 +114,6 @@ class Staged(SingleReplica):
             groups=self._groups,
             rules=settings.layout,
         )
-        self._adds_losses: PerModel[bool] = PerModel()
         self._steps: PerModel[PipelineSteps] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
 
@@ -136,7 +151,7 @@ class Staged(SingleReplica):
                 are no Keras variables.
         """
         super().move_model(model)
-        check_stateless(keras_model.all_layers(model))
+        check_parts(model, training=False)
         if objective.objectives_of(model):
             raise ValueError(
                 f"A pipeline trains with the loss of compile, after the last stage, and {type(model).__name__} has "
@@ -158,14 +173,11 @@ class Staged(SingleReplica):
             data.check_same_inputs(self._present, model, batch)
             if training:
                 _check_no_scope(model)
-            self._planner.check_again(model, batch, training)
         if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
             self._check_update(model, training)
             self._steps[model].keep_first(batch, training)
             return
-        adds_losses = self._planner.plan(model, batch, training)
-        if adds_losses is not None:
-            self._adds_losses[model] = adds_losses
+        self._planner.plan(model, batch)
         self._check_update(model, training)
         schedule = self.schedule_of(model)
         compiler = StepCompiler(
@@ -173,7 +185,6 @@ class Staged(SingleReplica):
             schedule.num_microbatches * self.num_workers,
             self._planner.other_stage_devices(model),
             None if self._peers is None else self._agree,
-            adds_losses=self._adds_losses[model],
             allow_batch_dependence=self.settings.allow_batch_dependent_layers,
         )
         self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
@@ -271,17 +282,33 @@ class Staged(SingleReplica):
             )
         return steps
 
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Find the reduction of the losses over micro-batches; raise ValueError if a loss has none."""
-        with self.raising_on_all_workers():
-            self._steps[model].compiler.prepare(batch)
-        self._steps[model].compiler.agree_on_losses()
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out how micro-batches give the losses, metrics and states of the whole batch, or refuse the model."""
+        training = kind == "train"
+        check_parts(model, training)
+        if self.batch_parts[0] == 1:
+            with tf.device(self.devices[0]), random_state.stand_in_generator():
+                check_state_of_stages(model, batch, kind, WORDS_OF_STAGES)
+            return
+        accepts = self.settings.allow_batch_dependent_layers
+        engine = Engine(WORDS_OF_STAGES, gathers=False, adds_states=self._adds_states, accepts_mixing=accepts)
+        with self.raising_on_all_workers(), tf.device(self.devices[0]), random_state.stand_in_generator():
+            if training and not accepts:
+                check_synchronized(model)
+            verdict, _ = study(model, batch, kind, engine)
+        if self._peers is not None:
+            verdict = Verdict.of_json(self._agree(verdict.to_json()))
+        if kind != "predict":
+            self._steps[model].compiler.losses.verdicts[training] = verdict
 
-    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find the reduction of an overridden `compute_loss` over micro-batches, or refuse it."""
-        with self.raising_on_all_workers():
-            self._steps[model].compiler.prepare_loss(batch, training)
-        self._steps[model].compiler.agree_on_losses()
+    def verdict(self, model: keras.Model) -> Verdict | None:
+        """Return what the study of a model found for training."""
+        return self._steps[model].compiler.losses.verdicts.get(True)
+
+    @property
+    def _adds_states(self) -> bool:
+        """Whether replicas of the pipeline update metrics apart."""
+        return self.schedule.num_replicas > 1 or self._peers is not None
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""

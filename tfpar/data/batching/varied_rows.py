@@ -1,4 +1,4 @@
-"""The rows of a batch in another order: rows that differ first, for trials of a few rows.
+"""The rows of a batch in another order: rows that differ first, for the study of a few rows.
 
     batch, sorted by length        rows that differ first
     a b c d e f g h                a b c d e f g h
@@ -26,7 +26,7 @@ _MOST_ELEMENTS = 1 << 26  # of a tensor that is looked at
 def varied_first(batch: Any) -> Any:
     """Return a batch whose first rows differ in what divides losses: padding, markers, lengths.
 
-    Trials before the first step take the first rows. In a batch that is sorted by length these have no padding, and a
+    A study before the first step takes the first rows. In a batch that is sorted by length these have no padding, and a
     mean over a mask would look like a mean over the batch.
 
     Args:

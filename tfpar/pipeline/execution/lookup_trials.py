@@ -20,7 +20,6 @@ from tfpar.pipeline.execution.stage_functions import ForwardResults
 from tfpar.pipeline.execution.stage_program import StageProgram
 from tfpar.pipeline.execution.stage_values import MaskedTensor, Place
 from tfpar.pipeline.execution.step_state import StepVariables
-from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH
 from tfpar.pipeline.graph.trial_batch import pairs_of_parts
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradient_addition import dense_part
@@ -108,6 +107,7 @@ def _kinds_of_weight(
 def _without_kind(weight: keras.Variable, *, allow_batch_dependence: bool) -> indexed_slices.Kind:
     if allow_batch_dependence:
         return "listed"
+    ON_WHOLE_BATCH = "use a Pipeline with num_microbatches=1"
     raise ValueError(
         "In a pipeline, the row numbers of a lookup must be computed from each example alone, from constants or from "
         f"positions, received lookups in {weight.path!r} whose row numbers depend on several examples. Change how they "

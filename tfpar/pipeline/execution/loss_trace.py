@@ -212,7 +212,7 @@ def _body(
     )
     # The total of a tracker is the loss times the number of examples, its count that number.
     logged = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
-    if loss.decomposition.is_own(loss.training):  # then it is the mean of the micro-batch
+    if loss.reduction.is_own(loss.training):  # then it is the mean of the micro-batch
         logged = [one * tf.cast(given.num_counted / given.num_examples, one.dtype) for one in logged]
     dense = [gradient for gradient in of_outputs if gradient is not None]
     return LossResults(value, logged, dense, metric_states, layer_states, of_weights), trace

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_losses, keras_model
-from tfpar.reduction.loss_decomposition import LossDecomposition
+from tfpar.reduction.loss_reduction import LossReduction
 
 
 def taken_after_stages(model: keras.Model, batch: Any) -> Any:
@@ -35,13 +35,13 @@ class ModelLoss:
 
     Args:
         model: A compiled model.
-        decomposition: How its losses decompose over parts of a batch.
+        reduction: How its losses are reduced over parts of a batch.
         training: Whether the model is trained.
         devices: The device that computes it; then those of the pieces of outputs that are not on it.
     """
 
     model: keras.Model
-    decomposition: LossDecomposition
+    reduction: LossReduction
     training: bool
     devices: Sequence[str]
 
@@ -80,7 +80,7 @@ class ModelLoss:
             sum_divisors: Returns the divisor of the global batch for that of the part.
         """
         with (
-            self.decomposition.reduce_globally(self.training, [size], example_weight, num_examples, sum_divisors),
+            self.reduction.reduce_globally(self.training, [size], example_weight, num_examples, sum_divisors),
             keras_losses.without_added_losses(),
         ):
             yield

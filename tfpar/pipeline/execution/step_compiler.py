@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,7 @@ from tfpar.pipeline.execution.stage_chain import StepPrograms
 from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
 from tfpar.pipeline.graph.trial_batch import Examples
 from tfpar.reduction.gradient_addition import spec_of
-from tfpar.reduction.loss_decomposition import LossDecomposition
-from tfpar.reduction.losses_in_call import Way
+from tfpar.reduction.loss_reduction import LossReduction
 
 
 class StepCompiler:
@@ -33,7 +31,6 @@ class StepCompiler:
         num_microbatches: The number of micro-batches of a global batch.
         other_devices: The device of each stage on each further replica of the pipeline.
         agree: Returns the chief's value of a JSON structure, in a job of several workers; None in one process.
-        adds_losses: Whether a layer adds a loss.
         allow_batch_dependence: Whether micro-batches may change what layers compute.
     """
 
@@ -44,7 +41,6 @@ class StepCompiler:
         other_devices: Sequence[Sequence[str]] = (),
         agree: Callable[[Any], Any] | None = None,
         *,
-        adds_losses: bool,
         allow_batch_dependence: bool,
     ) -> None:
         self.staged = stages.staged
@@ -52,77 +48,10 @@ class StepCompiler:
         self.examples = Examples()
         self._stages, self._num_microbatches, self.other_devices = stages, num_microbatches, other_devices
         self._agree = agree
-        self._adds_losses, self._allow_batch_dependence = adds_losses, allow_batch_dependence or num_microbatches == 1
-        self._decomposition: LossDecomposition | None = None
+        self._allow_batch_dependence = allow_batch_dependence or num_microbatches == 1
+        divides = num_microbatches > 1 or bool(other_devices) or agree is not None
+        self.losses = LossReduction(self.staged.model, communicates=False, divides=divides)
         self._compiled: dict[Any, list[StepPrograms]] = {}
-
-    @property
-    def decomposition(self) -> LossDecomposition:
-        """How the losses of the model decompose over micro-batches; `prepare` determines it."""
-        assert self._decomposition is not None, "prepare comes before the steps"
-        return self._decomposition
-
-    def prepare(self, batch: Any) -> None:
-        """Determine how the losses of the model decompose over micro-batches.
-
-        Args:
-            batch: The first global batch.
-
-        Raises:
-            ValueError: If a loss does not decompose.
-        """
-        model = self.staged.model
-        # Else the shapes of the losses suffice: to run a large model without a graph takes long.
-        if self._adds_losses or not self.staged.has_output_shapes or keras_metrics.own_metrics(model):
-            self._decomposition = self._decomposed(batch, self._call)
-            return
-        # A layer may give other shapes than it says, as TextVectorization(output_mode="multi_hot") of Keras 3.15.
-        with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):
-            self._decomposition = self._decomposed(batch, self._zeros)
-            return
-        self._decomposition = self._decomposed(batch, self._call)
-
-    def _decomposed(self, batch: Any, call: Callable[[keras.Model, Any, bool], Any]) -> LossDecomposition:
-        replicates = bool(self.other_devices) or self._agree is not None
-        return LossDecomposition(
-            self.staged.model,
-            batch,
-            call,
-            communicates=False,
-            values_call=self._call,
-            divides=self._num_microbatches > 1 or replicates,
-            adds_states=replicates,
-        )
-
-    def agree_on_losses(self) -> None:
-        """Replace the decomposition of the losses by the chief's; all workers of a job call this after `prepare`."""
-        if self._agree is not None:
-            self.decomposition.load_json(self._agree(self.decomposition.to_json()))
-
-    def prepare_loss(self, batch: Any, training: bool) -> None:
-        """Determine how the result of an overridden `compute_loss` decomposes over micro-batches.
-
-        Args:
-            batch: The first global batch.
-            training: Whether train steps follow, or evaluate steps.
-
-        Raises:
-            ValueError: If it does not decompose.
-        """
-        self.decomposition.check(training)
-        self.decomposition.find_own_loss(self.staged.model, batch, training, self._call)
-
-    def _call(self, model: keras.Model, inputs: Any, training: bool) -> Any:
-        return self.staged.call(inputs, training)
-
-    def _zeros(self, model: keras.Model, inputs: Any, training: bool) -> Any:
-        return self.staged.zeros(inputs)
-
-    def ways(self, training: bool) -> tuple[Way, ...]:
-        """Return what losses computed by layers need of the whole batch; nothing where it is the only micro-batch."""
-        if self._decomposition is None or self._num_microbatches == 1:
-            return ()
-        return self._decomposition.ways[training]
 
     def stages(self, inputs: Any, *, training: bool) -> Programs:
         """Return the compiled stages.
@@ -132,7 +61,7 @@ class StepCompiler:
             training: Whether the model is trained.
         """
         trainable = tuple(map(id, self.staged.model.trainable_variables))
-        return self._stages.programs(_specs(inputs), trainable, self.ways(training), training=training)
+        return self._stages.programs(_specs(inputs), trainable, self.losses.ways(training), training=training)
 
     def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[Programs]:
         """Return the compiled stages of each replica; the arguments are those of `stages`."""
@@ -204,7 +133,7 @@ class StepCompiler:
         own = [state for metric in keras_metrics.own_metrics(model) for state in metric.variables]
         metric_states = [state for state in own if id(state) not in in_stages]
         devices = programs.stages[-1].devices
-        return compile_loss(ModelLoss(model, self.decomposition, training, devices), outputs, specs, metric_states)
+        return compile_loss(ModelLoss(model, self.losses, training, devices), outputs, specs, metric_states)
 
 
 def check_own_loss(model: keras.Model, programs: Programs) -> None:

@@ -263,9 +263,11 @@ class PipelineSteps:
             local = compiled.loss.loss.divisors(batch, data.num_rows(batch), call)
             divisors = _over_workers(local, microbatches, peers)
 
+        num_added = sum(program.num_losses for program in compiled.programs.stages)
+
         def factors(one: Microbatch) -> Sequence[tf.Tensor]:
             weights = BatchWeights(one.example_weight, one.size, one.num_examples)
-            return self.compiler.decomposition.added_factors(training, weights)
+            return self.compiler.losses.added_factors(training, weights, num_added)
 
         sums = None if timed else self._sums_in_call(batch, training)
         sums = None if sums is None else _over_workers(sums, microbatches, peers)
@@ -287,7 +289,7 @@ class PipelineSteps:
 
         TensorFlow prunes all operations of the model that they do not depend on.
         """
-        ways, found = self.compiler.ways(training), list[tf.Tensor]()
+        ways, found = self.compiler.losses.ways(training), list[tf.Tensor]()
         if not needs_pass(ways):
             return None
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)

@@ -181,11 +181,11 @@ class Hybrid(Worker, Staged):
         """Return the context in which optimizers create their slots: with shards, each on one worker."""
         return super().creating_slots(model) if self._shards is None else self._shards.creating_slots(model)
 
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Find the reduction of the losses over micro-batches; with shards, compare the owners of the workers."""
-        if self._shards is not None:
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out how micro-batches give the whole batch; with shards, compare the owners of the workers."""
+        if self._shards is not None and kind == "train":
             self._shards.prepare(model)
-        super().prepare(model, batch)
+        super().study(model, batch, kind)
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         if self._shards is None:

@@ -16,9 +16,9 @@ from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.files.code_listing import code_listing
-from tfpar.strategies import batch_dependence
 from tfpar.strategies.lost_workers import check_seconds, reason_of
 from tfpar.strategies.optimizer_shards import check_shard
+from tfpar.study.outputs import check_choice
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
@@ -108,7 +108,7 @@ def checked(
         ValueError: If an option is out of range, or two options exclude each other.
     """
     options = {name: str(value) for name, value in locals().items()}
-    batch_dependence.check_choice(batch_dependent_layers)
+    check_choice(batch_dependent_layers)
     check_shard(shard)
     check_sync(sync, every, average_optimizer, compression, shard)
     return options

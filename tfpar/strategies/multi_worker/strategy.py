@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,14 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_divided_state, keras_model, tf_determinism, tf_distribute
+from tfpar._compat import keras_divided_state, tf_determinism, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
 from tfpar.reduction.replicas import local_replica_id
-from tfpar.strategies import batch_dependence
+from tfpar.reduction.verdict import Verdict
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.distributed import Distributed
@@ -34,6 +33,8 @@ from tfpar.strategies.multi_worker.outputs import all_gather_outputs
 from tfpar.strategies.multi_worker.worker import Worker
 from tfpar.strategies.multi_worker.worker_shards import WorkerShards
 from tfpar.strategies.optimizer_shards import Shard
+from tfpar.study.outputs import BatchDependentLayers
+from tfpar.study.study import Engine
 
 Compression = Literal["bfloat16"]
 
@@ -93,7 +94,7 @@ class MultiWorker(Worker, DataParallel):
         sync: Literal["step", "average"] = "step",
         every: int = 1,
         average_optimizer: bool = True,
-        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
+        batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
@@ -118,7 +119,7 @@ class MultiWorker(Worker, DataParallel):
         sync: Literal["step", "average"] = "step",
         every: int = 1,
         average_optimizer: bool = True,
-        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
+        batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
@@ -153,7 +154,7 @@ class MultiWorker(Worker, DataParallel):
         self,
         strategy: tf.distribute.MultiWorkerMirroredStrategy,
         pack_bytes: int,
-        batch_dependent_layers: batch_dependence.BatchDependentLayers,
+        batch_dependent_layers: BatchDependentLayers,
         options: dict[str, str],
     ) -> None:
         """Set up the communication between the workers, whose options must be equal."""
@@ -230,50 +231,35 @@ class MultiWorker(Worker, DataParallel):
             return super().has_more(upcoming, distributed)
         return self.num_examples(upcoming.get_value(), distributed) > 0
 
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Find the reduction of the model's losses on the chief and broadcast it, or refuse the model.
-
-        Raises:
-            ValueError: If a loss, or a loss added by a layer, is neither a sum nor a mean over the examples.
-        """
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out how replicas give the whole batch, by the chief's verdict, or refuse the model."""
+        preflight.check_eager(model, self._num_local_replicas)
         if self._averaging is not None and objective.objectives_of(model):
             raise ValueError(
                 f"sync='average' averages one optimizer's state, and {type(model).__name__} has objectives with "
                 "optimizers of their own. Leave sync out."
             )
-        if self._shards is not None:
+        if self._shards is not None and kind == "train":
             self._shards.prepare(model)
-        super().prepare(model, batch)
+        super().study(model, batch, kind)
         (self._num_rows[model],) = self.all_reduce_sum([float(data.num_rows(batch))])
-        self._broadcast_losses(model)
 
-    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find the reduction of an overridden `compute_loss` on the chief and broadcast it."""
-        super().prepare_loss(model, batch, training)
-        if keras_model.overridden(model, "compute_loss"):
-            self._broadcast_losses(model)
+    def _engine(self, kind: str) -> Engine:
+        # With local SGD a replica trains on its own examples, also in layers that mix them.
+        return super()._engine(kind)._replace(accepts_mixing=self._averaging is not None and kind == "train")
 
     def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
         if self._averaging is None:  # local SGD reduces no gradients
             super()._find_lookup_kinds(model, batch)
 
-    def _broadcast_losses(self, model: keras.Model) -> None:
-        losses = self._runs_of(model).losses
-        if losses is not None:
-            losses.load_json(self.broadcast(losses.to_json().encode()).decode())
-
-    def _first_found(self, names: list[str]) -> list[str]:
-        """Return the names of the first worker that found any."""
-        rank = None if self.num_workers == 1 else self._consensus.first(bool(names))
-        if rank is None:
-            return names
-        return list(json.loads(self._consensus.broadcast_from(rank, json.dumps(names).encode())))
-
-    def _check_batch_dependence(self, model: keras.Model, batch: Any, training: bool) -> None:
-        preflight.check_eager(model, self._num_local_replicas)
-        # With local SGD a replica trains on its own examples, also in batch-dependent layers.
-        if self._averaging is None or not training:
-            super()._check_batch_dependence(model, batch, training)
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Return the chief's verdict, or what follows from those of all workers where they differ."""
+        message = verdict.to_json().encode()
+        if self._consensus.first(Verdict.of_json(self.broadcast(message).decode()) != verdict) is None:
+            return verdict
+        ranks = range(self.num_workers)
+        chiefs, *others = (Verdict.of_json(self._consensus.broadcast_from(rank, message).decode()) for rank in ranks)
+        return chiefs.merged(others)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar.

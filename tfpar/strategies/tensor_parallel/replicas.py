@@ -27,45 +27,38 @@ from tfpar._compat import (
     tf_divided_memory,
     tf_tapes,
 )
-from tfpar.messages.reasons import message_of
-from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, find_batch_dependence
-from tfpar.pipeline.graph.ir import Graph
-from tfpar.pipeline.graph.known_layers import uses_batch_statistics
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.vocabulary_losses import ClassPieces
 from tfpar.strategies.tensor_parallel.pieces import sent
 from tfpar.strategies.tensor_parallel.table_copies import TableCopies
+from tfpar.study.known_layers import normalizing
+from tfpar.study.observation import Mode
+from tfpar.study.outputs import Words, study_outputs
 
 _SEED = "seed_generator_state"  # the name that Keras gives to the states of its generators
 
 
-def check_examples_apart(graph: Graph, inputs: Sequence[Any], training: bool) -> None:
+_ALONE = "use TensorParallel without replicas"
+_WORDS = Words(alone=_ALONE, mixing=_ALONE)
+
+
+def check_examples_apart(model: keras.Model, batch: Any, training: bool) -> None:
     """Refuse layers whose output for one example depends on the others of its batch.
 
     Args:
-        graph: A model.
-        inputs: A batch of its flat inputs.
+        model: A built model.
+        batch: Its first batch.
         training: Whether to check it in training or in inference.
 
     Raises:
         ValueError: If there is one, or an output has the examples not as its first axis.
     """
-    try:
-        found = find_batch_dependence(graph, inputs, training)
-    except ValueError as error:
-        text = message_of(error).replace(ON_WHOLE_BATCH, "use TensorParallel without replicas")
-        raise ValueError(text) from error
-    calls = [*found.calls, *(call.name for call in graph.calls if uses_batch_statistics(call, training))]
-    if calls:
+    study_outputs(model, batch, Mode(training, gathers=False), _WORDS, is_known=True)
+    if names := normalizing(model, training):
         raise ValueError(
             "Replicas compute parts of a batch, so every layer must compute each example separately, received "
-            f"{', '.join(map(repr, calls))}{'' if training else ' in inference'}, which uses the whole batch. Use "
+            f"{', '.join(map(repr, names))}{'' if training else ' in inference'}, which uses the whole batch. Use "
             "TensorParallel without replicas."
-        )
-    if found.outputs:
-        raise ValueError(
-            "Replicas join their outputs along the first axis, so it must have the examples, received "
-            f"{', '.join(map(repr, found.outputs))}. Use TensorParallel without replicas."
         )
 
 

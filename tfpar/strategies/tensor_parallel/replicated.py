@@ -50,14 +50,14 @@ class TensorParallelReplicas(TensorParallel):
         """The devices of the shards of each replica that owns weights: all with `shard`, else the first."""
         return self._replicas if self._shard else super()._owners
 
-    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find the lookups whose rows replicas must add.
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Refuse layers that use the whole batch, and find the lookups whose rows replicas must add.
 
         Raises:
-            ValueError: If replicas cannot add the rows of a lookup exactly.
+            ValueError: If a layer uses the whole batch, or replicas cannot add the rows of a lookup exactly.
         """
-        super().prepare_loss(model, batch, training)
-        if training and self.num_replicas > 1:
+        super().study(model, batch, kind)
+        if kind == "train" and self.num_replicas > 1:
             self._tables.pop(model)
             if may_look_up(model, batch):
                 self._tables[model] = find_tables(model, batch, functools.partial(self._gradients_of_one, model))

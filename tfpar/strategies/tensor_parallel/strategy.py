@@ -194,21 +194,15 @@ class TensorParallel(SingleReplica):
         """Return the context in which the slots of divided weights are created in pieces."""
         return keras_divided_optimizer.creating_divided_slots()
 
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Accept every model that has a layout: what is not divided is computed as on one device."""
-
-    def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Check that the parts of a batch have the outputs of the whole batch, with several replicas.
 
         Raises:
             ValueError: If a layer uses the whole batch.
         """
         if self.num_replicas > 1:
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            with random_state.stand_in_generator():
-                graph = model_graph.trace(model, inputs)  # a block that reads the size of its batch is tried as a whole
-            with tf.device(self.devices[0]):
-                check_examples_apart(graph, model_graph.standardize(model, inputs), training)
+            with random_state.stand_in_generator(), tf.device(self.devices[0]):
+                check_examples_apart(model, batch, kind == "train")
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
         """Return the bytes of each device, and the divided and whole layers."""

@@ -1,0 +1,51 @@
+"""A model that runs before its first step, and has its weights, states and random states again afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import random_state, tf_distribute, typical_draws
+
+
+@contextlib.contextmanager
+def restored(model: keras.Model) -> Iterator[None]:
+    """Restore the model's weights and states at the end of this context.
+
+    Their values are copied in the process that holds them, which has room for them.
+    """
+    before = [(variable, _copy(variable)) for variable in model.variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            if not _equal(_copy(variable), value):
+                variable.assign(value)
+
+
+def _copy(variable: keras.Variable) -> tf.Tensor:
+    """Return the value of a variable in the memory of its host; on a CPU it is copied only when it changes."""
+    memory = tf_distribute.local_memory(variable)
+    if memory is None:
+        return tf.convert_to_tensor(variable.numpy())
+    with tf.device(tf_distribute.host_of(memory.device)):
+        return tf.identity(memory.read_value())
+
+
+def _equal(value: tf.Tensor, other: tf.Tensor) -> bool:
+    """Return whether two values are the same, NaN included."""
+    with tf.device(value.device):
+        equal = tf.equal(value, other)
+        if value.dtype.is_floating:
+            equal |= tf.math.is_nan(value) & tf.math.is_nan(other)
+        return bool(tf.reduce_all(equal))
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Restore weights, states and random states after a study, and replace its random numbers by typical values."""
+    with random_state.preserved_random_state(), restored(model), typical_draws.typical_draws():
+        yield

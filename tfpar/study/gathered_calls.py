@@ -1,0 +1,59 @@
+"""Calls of layers with the whole batch, on each replica.
+
+replica 0   a b ─┐                          ┌─ layer(a b c d) ─► rows a b
+                 ├─ all-gather ─ a b c d ───┤
+replica 1   c d ─┘                          └─ layer(a b c d) ─► rows c d
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from tfpar.reduction import whole_batch
+from tfpar.study.layers import Mixing
+
+
+@contextlib.contextmanager
+def with_whole_batch(layers: Sequence[Mixing]) -> Iterator[None]:
+    """Call layers with the whole batch inside this context, and return the rows of the calling replica.
+
+    Args:
+        layers: The layers; of several entries of one layer the first counts.
+    """
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            if all(layer.operation is not earlier.operation for earlier in layers[:number]):
+                call = _with_all_rows(layer, layer.operation.call)
+                stack.enter_context(mock.patch.object(layer.operation, "call", call))
+        yield
+
+
+def _with_all_rows(layer: Mixing, call: Callable[..., Any]) -> Callable[..., Any]:
+    def with_all_rows(*args: Any, **kwargs: Any) -> Any:
+        rows = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _has_rows(leaf)]
+        args = _map(whole_batch.gather, args, layer.args)
+        kwargs = {name: _map(whole_batch.gather, value, layer.kwargs.get(name)) for name, value in kwargs.items()}
+        with whole_batch.having_all_rows():
+            outputs = call(*args, **kwargs)
+        num_rows = tf.shape(rows[0])[0] if rows else None
+        return _map(lambda leaf: whole_batch.own_rows(leaf, num_rows), outputs, layer.outputs)
+
+    return with_all_rows
+
+
+def _map(function: Callable[[Any], Any], structure: Any, have_rows: list[bool] | None) -> Any:
+    """Apply a function to the leaves with a value for each row; to all tensors where these are unknown."""
+    leaves = keras.tree.flatten(structure)
+    known = have_rows if have_rows is not None and len(have_rows) == len(leaves) else [True] * len(leaves)
+    new = [function(leaf) if has and _has_rows(leaf) else leaf for leaf, has in zip(leaves, known, strict=True)]
+    return keras.tree.pack_sequence_as(structure, new)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0

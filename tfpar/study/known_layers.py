@@ -1,0 +1,153 @@
+"""Layers of Keras that compute each row of a batch alone by their class, and those that no part of a batch can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+from keras import layers
+
+from tfpar._compat import keras_calls, keras_model, keras_tracing
+
+# For all their settings, if the rows are the first axis.
+_ALONE = {
+    *(
+        layers.InputLayer,
+        layers.Dense,
+        layers.Embedding,
+        layers.Identity,
+        layers.Masking,
+        layers.ActivityRegularization,
+    ),
+    *(layers.Activation, layers.ReLU, layers.LeakyReLU, layers.PReLU, layers.ELU),
+    *(layers.Conv1D, layers.Conv2D, layers.Conv3D, layers.DepthwiseConv1D, layers.DepthwiseConv2D),
+    *(layers.SeparableConv1D, layers.SeparableConv2D),
+    *(layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose),
+    *(layers.AveragePooling1D, layers.AveragePooling2D, layers.AveragePooling3D),
+    *(layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D),
+    *(layers.GlobalAveragePooling1D, layers.GlobalAveragePooling2D, layers.GlobalAveragePooling3D),
+    *(layers.GlobalMaxPooling1D, layers.GlobalMaxPooling2D, layers.GlobalMaxPooling3D),
+    *(layers.Dropout, layers.AlphaDropout, layers.GaussianDropout, layers.GaussianNoise),
+    *(layers.SpatialDropout1D, layers.SpatialDropout2D, layers.SpatialDropout3D),
+    *(layers.Flatten, layers.Reshape, layers.Permute, layers.RepeatVector, layers.Rescaling),
+    *(layers.UpSampling1D, layers.UpSampling2D, layers.UpSampling3D),
+    *(layers.ZeroPadding1D, layers.ZeroPadding2D, layers.ZeroPadding3D),
+    *(layers.Cropping1D, layers.Cropping2D, layers.Cropping3D),
+    *(layers.Attention, layers.AdditiveAttention, layers.GroupQueryAttention),
+    *(layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.Maximum, layers.Minimum),
+    *(layers.LSTM, layers.GRU, layers.SimpleRNN),
+}
+# If their axis is not that of the rows.
+_ALONE_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
+# They mix the rows of a batch of images, or draw from Python.
+_AUGMENTING = (layers.MixUp, layers.CutMix, layers.AugMix, layers.RandAugment)
+
+
+def computes_rows_alone(model: keras.Model, training: bool) -> bool:
+    """Return whether a model is a graph of layers of Keras, each of which computes each row of a batch alone.
+
+    Args:
+        model: A built model.
+        training: Whether it trains; BatchNormalization then has statistics of parts by design.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> computes_rows_alone(model, training=True)
+        True
+    """
+    return all(_is_alone(operation, training) for operation in _operations(model))
+
+
+def _operations(model: keras.Layer) -> list[Any]:
+    """Return the operations of a model and of the models in it; the model itself where it has a `call` of its own."""
+    if not isinstance(model, keras.Model):
+        return [model]
+    if keras_tracing.has_own_call(model) or keras_tracing.declared_inputs(model) is None:
+        return [model]
+    inner = model.layers if isinstance(model, keras.Sequential) else model.operations
+    return [operation for one in inner for operation in _operations(one)]
+
+
+def _is_alone(operation: Any, training: bool) -> bool:
+    kind = type(operation)
+    if kind is layers.BatchNormalization:
+        return training or not keras_calls.is_called_in_training(operation)
+    if kind in _ALONE_BY_AXIS:
+        return all(axis > 0 or axis == -1 for axis in keras.tree.flatten(operation.axis))
+    if kind is layers.MultiHeadAttention:
+        return 0 not in (operation.attention_axes or ())
+    return kind in _ALONE
+
+
+def in_dataset(found: Iterable[keras.Layer]) -> str:
+    """Return the advice to move layers that augment images into the dataset, with a comma after it.
+
+    Args:
+        found: Layers that a strategy refuses.
+
+    Example:
+        >>> in_dataset([layers.MixUp(name="mix_up"), layers.Dense(2)])
+        "call 'mix_up' in dataset.map, "
+    """
+    names = dict.fromkeys(repr(layer.name) for layer in found if isinstance(layer, _AUGMENTING))
+    return f"call {', '.join(names)} in dataset.map, " if names else ""
+
+
+def check_parts(model: keras.Model, training: bool) -> None:
+    """Refuse layers that depend on the position of a row in the batch, or on the size of the batch.
+
+    Args:
+        model: A model.
+        training: Whether it trains.
+
+    Raises:
+        ValueError: If a recurrent layer has `stateful=True`, or a `RandomElasticTransform` trains.
+    """
+    for layer in keras_model.all_layers(model):
+        if isinstance(layer, layers.RNN | layers.Bidirectional) and layer.stateful:
+            raise ValueError(
+                f"A stateful layer keeps a state for each position of the batch, and replicas and micro-batches divide "
+                f"the positions, received {layer.name!r} with stateful=True. Remove stateful, or train on "
+                "SingleDevice()."
+            )
+        if training and isinstance(layer, layers.RandomElasticTransform):
+            raise ValueError(
+                "Every layer must compute each example alone, or parts of a batch change the result, received "
+                f"{layer.name!r}: RandomElasticTransform of Keras {keras.__version__} replaces all images by the "
+                "distorted first one, where a step does not know the size of its batch. Call the layer in the dataset, "
+                "with batches of a fixed size, or train on SingleDevice()."
+            )
+
+
+def check_synchronized(model: keras.Model) -> None:
+    """Refuse a BatchNormalization with the statistics of the whole batch, where a step has one part of it at a time.
+
+    Args:
+        model: A model.
+
+    Raises:
+        ValueError: If a layer is `BatchNormalization(synchronized=True)`.
+    """
+    for layer in keras_model.all_layers(model):
+        if isinstance(layer, layers.BatchNormalization) and layer.synchronized:
+            raise ValueError(
+                f"BatchNormalization(synchronized=True) uses the statistics of the global batch, and in a pipeline "
+                f"{layer.name!r} receives one micro-batch at a time. Remove synchronized to normalize each micro-batch "
+                "by itself, or use a Pipeline with num_microbatches=1 or allow_batch_dependent_layers=True."
+            )
+
+
+def normalizing(model: keras.Model, training: bool) -> list[str]:
+    """Return the names of the layers that normalize with statistics of the batch.
+
+    Args:
+        model: A model.
+        training: Whether it trains.
+
+    Example:
+        >>> normalizing(keras.Sequential([keras.Input((2,)), layers.BatchNormalization(name="norm")]), training=True)
+        ['norm']
+    """
+    found = [layer for layer in keras_model.all_layers(model) if isinstance(layer, layers.BatchNormalization)]
+    return [layer.name for layer in found if layer.trainable and (training or keras_calls.is_called_in_training(layer))]

@@ -1,0 +1,213 @@
+"""What the layers of a model do with the rows of a batch: mix them, keep a state of them, or neither.
+
+    whole     a b c d e ─► model ─► A B C D E
+    parts     a b       ─► model ─► A B            equal to the whole if each row is computed alone
+                  c d e ─► model ─►     C D E
+    neighbours  a b a b a ─► model ─► A B . . .    for random layers: the same random numbers, other neighbours
+
+Only if the outputs differ do further runs find the first layer that mixes rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import keras_model
+from tfpar._compat.keras_calls import LayerCall
+from tfpar.reduction import whole_batch
+from tfpar.reduction.sums_of_parts import SumsOfParts
+from tfpar.study import relation
+from tfpar.study.observation import Mode, Observation, observe
+from tfpar.study.rows import SIZES, parts_of, with_other_neighbours
+
+# Of Keras 3.15: they mix images, draw once for all of them, or have one histogram for all of them.
+_MIXING = (
+    *(keras.layers.MixUp, keras.layers.CutMix, keras.layers.AugMix, keras.layers.RandAugment),
+    keras.layers.Equalization,
+)
+
+
+_NUM_SEEDS = 3
+
+
+class Mixing(NamedTuple):
+    """The first layer whose result for a row depends on other rows.
+
+    Args:
+        operation: The layer, an operation of `keras.ops`, or the model: where its own `call` mixes rows, or the layer
+            has several rows for each of them.
+        path: The name of the layer after those of the layers around it.
+        args: For each leaf of its positional arguments, whether it has a value for each row.
+        kwargs: The same for its keyword arguments, by name.
+        outputs: The same for its results.
+    """
+
+    operation: Any
+    path: str
+    args: list[bool]
+    kwargs: dict[str, list[bool]]
+    outputs: list[bool]
+
+
+class Runs:
+    """Runs of a model on five rows and on both parts of them, in which parts gather the rows of the whole.
+
+    Args:
+        model: A built model.
+        rows: Five rows of its inputs.
+        mode: How it runs.
+        replays_losses: Whether losses in `call` are those of the whole batch.
+        with_whole_batch: Returns the context in which layers are called with the whole batch.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        rows: Any,
+        mode: Mode,
+        replays_losses: bool = True,
+        with_whole_batch: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.model, self.rows, self.mode, self._with_whole_batch = model, rows, mode, with_whole_batch
+        self._gathered = whole_batch.Recording(mode.gathers, replays_losses)
+
+    def whole(self, **settings: Any) -> Observation:
+        """Run the model on all rows; the settings are those of `observe`."""
+        with self._gathered.recording(sum(SIZES)), self._with_whole_batch():
+            return observe(self.model, self.rows, self.mode, **settings)
+
+    def parts(self, states: Sequence[Any] = (None, None), **settings: Any) -> list[Observation]:
+        """Run the model on each part, after `whole`, with states for each; the settings are those of `observe`."""
+        seen = []
+        for part, before in zip(parts_of(self.rows), states, strict=True):
+            with self._gathered.replaying(part.start), self._with_whole_batch():
+                seen.append(observe(self.model, part.rows, self.mode, states=before, **settings))
+        return seen
+
+    def with_losses_of_parts(self) -> Runs:
+        """Return runs in which losses in `call` are those of the part."""
+        return Runs(self.model, self.rows, self.mode, False, self._with_whole_batch)
+
+    @property
+    def losses(self) -> list[SumsOfParts]:
+        """The losses that `call` computed in the last runs of `whole` and `parts`."""
+        return self._gathered.losses
+
+    def neighbours(self, **settings: Any) -> Observation:
+        """Run the model on the rows of the first part with other neighbours, after `whole`."""
+        with self._gathered.replaying(0), self._with_whole_batch():
+            return observe(self.model, with_other_neighbours(self.rows), self.mode, **settings)
+
+
+def find_mixing(runs: Runs, whole: Observation, parts: Sequence[Observation]) -> Mixing | None:
+    """Return the first layer on whose other rows the outputs of a row depend; None if there is none.
+
+    Args:
+        runs: Further runs.
+        whole: A run on all rows.
+        parts: Runs on the parts of them.
+    """
+    mode, layers = runs.mode, keras_model.all_layers(runs.model)
+    is_known = mode.training and any(isinstance(layer, _MIXING) for layer in layers)
+    if is_known or (not joins(whole.outputs, [part.outputs for part in parts]) and not _is_random(runs, whole)):
+        return _first(runs.whole(keeps_calls=True), runs.parts(keeps_calls=True), joins, runs)
+    if whole.random_functions <= {"dropout"} and joins(whole.outputs, [part.outputs for part in parts]):
+        return None
+    for seed in range(_NUM_SEEDS):
+        random = {"seed": seed, "is_random": True, "keeps_calls": True}
+        one, again, neighbours = runs.whole(**random), runs.whole(**random), runs.neighbours(**random)
+        if not _same_rows(one.outputs, [again.outputs]):
+            return None  # no seed gives the same numbers again
+        if not _same_rows(one.outputs, [neighbours.outputs]):
+            return _first(one, [neighbours], _same_rows, runs)
+    return None
+
+
+def calls_at(runs: Runs, paths: Sequence[str]) -> list[Mixing]:
+    """Return the layers with some paths, as far as the model calls them."""
+    calls = runs.whole(keeps_calls=True).calls
+    whole = Mixing(runs.model, runs.model.name, _have_rows(runs.rows), {}, [])
+    return [*([whole] if runs.model.name in paths else []), *(_mixing(call) for call in calls if call.path in paths)]
+
+
+def _is_random(runs: Runs, whole: Observation) -> bool:
+    """Return whether the outputs have random numbers that typical ones do not replace."""
+    return not _agree_all(whole.outputs, runs.whole(seed=1).outputs)
+
+
+def _first(
+    whole: Observation, others: Sequence[Observation], agree: Callable[[Any, Sequence[Any]], bool], runs: Runs
+) -> Mixing:
+    """Return the first call whose arguments agree with those in other runs, and whose results do not."""
+    for number, call in enumerate(whole.calls):
+        same = [other.calls[number] for other in others if number < len(other.calls)]
+        if len(same) < len(others) or any(one.operation is not call.operation for one in same):
+            break
+        if not agree((call.args, call.kwargs), [(one.args, one.kwargs) for one in same]):
+            continue
+        mixes = runs.mode.training and isinstance(call.operation, _MIXING)
+        if mixes or not agree(call.outputs, [one.outputs for one in same]):
+            mixing = _mixing(call)
+            if any((*mixing.args, *itertools.chain(*mixing.kwargs.values()))):
+                return mixing
+            return mixing._replace(operation=runs.model, args=_have_rows(runs.rows), outputs=_have_rows(whole.outputs))
+    return Mixing(runs.model, runs.model.name, *_rows_of_model(whole, runs))
+
+
+def _mixing(call: LayerCall) -> Mixing:
+    kwargs = {name: _have_rows(value) for name, value in call.kwargs.items()}
+    return Mixing(call.operation, call.path, _have_rows(call.args), kwargs, _have_rows(call.outputs))
+
+
+def _rows_of_model(whole: Observation, runs: Runs) -> tuple[list[bool], dict[str, list[bool]], list[bool]]:
+    return _have_rows(runs.rows), {}, _have_rows(whole.outputs)
+
+
+def _have_rows(structure: Any) -> list[bool]:
+    """Return for each leaf whether it has a value for each of the rows."""
+    leaves = keras.tree.flatten(structure)
+    return [isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == sum(SIZES) for leaf in leaves]
+
+
+def joins(whole: Any, parts: Sequence[Any]) -> bool:
+    """Return whether tensors are joined from those of the parts, or the same in each."""
+    columns = zip(_arrays(whole), *map(_arrays, parts), strict=False)
+    return all(relation.is_joined(one, of_parts) or _all_close(one, of_parts) for one, *of_parts in columns)
+
+
+def _same_rows(whole: Any, others: Sequence[Any]) -> bool:
+    """Return whether tensors have the same rows of the first part."""
+    columns = zip(_arrays(whole), *map(_arrays, others), strict=False)
+    return all(_all_close(_first_rows(one), map(_first_rows, rest)) for one, *rest in columns)
+
+
+def _agree_all(one: Any, other: Any) -> bool:
+    return all(relation.close(*pair) for pair in zip(_arrays(one), _arrays(other), strict=False))
+
+
+def _all_close(one: np.ndarray, others: Any) -> bool:
+    return all(relation.close(other, one) for other in others)
+
+
+def _first_rows(values: np.ndarray) -> np.ndarray:
+    return values[: SIZES[0]] if values.ndim and len(values) == sum(SIZES) else values
+
+
+def _arrays(structure: Any) -> list[np.ndarray]:
+    """Return the tensors of a structure as arrays whose first axis can be joined."""
+    found: list[np.ndarray] = []
+    for leaf in tf.nest.flatten(structure):
+        if isinstance(leaf, tf.RaggedTensor):
+            found += [np.asarray(leaf.flat_values), *map(np.asarray, leaf.nested_row_lengths())]
+        elif isinstance(leaf, tf.SparseTensor):
+            found.append(np.asarray(tf.sparse.to_dense(leaf)))
+        elif isinstance(leaf, tf.Tensor):
+            found.append(np.asarray(leaf))
+    return found

@@ -1,0 +1,227 @@
+"""One eager run of a model on some rows, and what it shows. No weight, state or random state changes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import (
+    keras_losses,
+    keras_losses_in_call,
+    keras_model,
+    keras_variables,
+    python_draws,
+    random_state,
+    tf_function,
+    tf_untracked,
+    typical_draws,
+)
+from tfpar._compat.keras_calls import Calls, LayerCall
+
+
+class CallError(Exception):
+    """An error of a model on the rows of a study.
+
+    Args:
+        path: The path of the innermost layer that raised it.
+        error: What it raised.
+    """
+
+    def __init__(self, path: str, error: Exception) -> None:
+        super().__init__(path, error)
+        self.path, self.error = path, error
+
+
+class Mode(NamedTuple):
+    """How a model runs in the steps that a study is for.
+
+    Args:
+        training: Whether it trains.
+        gathers: Whether synchronized BatchNormalization has the statistics of the whole batch, as on replicas.
+    """
+
+    training: bool
+    gathers: bool = True
+
+
+@dataclasses.dataclass
+class Observation:
+    """What one run of a model shows.
+
+    Attributes:
+        outputs: The outputs of the model.
+        added: The losses that layers add, in their order; of each the sum over its values.
+        counted: The scalars that layers count in metrics, in their order, each with its metric.
+        states: The new values of weights that are not trained, by their number among the weights of the model.
+        untracked: The names of variables that the model changes and Keras does not track, each with the path of the
+            layer that changes it.
+        python_draws: The paths of layers that draw from NumPy or Python.
+        calls: The calls of layers, in the order of their ends; empty unless asked for.
+        random_functions: The names of the random functions whose numbers were replaced.
+    """
+
+    outputs: Any = None
+    added: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    counted: list[tuple[keras.Metric, tf.Tensor]] = dataclasses.field(default_factory=list)
+    states: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    untracked: dict[str, str] = dataclasses.field(default_factory=dict)
+    python_draws: list[str] = dataclasses.field(default_factory=list)
+    calls: list[LayerCall] = dataclasses.field(default_factory=list)
+    random_functions: set[str] = dataclasses.field(default_factory=set)
+
+
+@random_state.preserved_random_state()
+def observe(
+    model: keras.Model,
+    inputs: Any,
+    mode: Mode,
+    *,
+    seed: int = 0,
+    is_random: bool = False,
+    states: Mapping[int, tf.Tensor] | None = None,
+    keeps_calls: bool = False,
+) -> Observation:
+    """Run a model eagerly on some rows.
+
+    Typical numbers replace random ones, so that runs on a batch and on its parts can be compared. BatchNormalization
+    uses its moving statistics in training, where those of the batch differ between parts by design.
+
+    Args:
+        model: A built model.
+        inputs: Rows of its inputs.
+        mode: How it runs.
+        seed: Of all random numbers that typical ones do not replace.
+        is_random: Whether to leave random numbers as they are.
+        states: The values of weights that are not trained before the run, by number; None for the present ones.
+        keeps_calls: Whether to keep the calls of layers.
+
+    Raises:
+        CallError: If the model raises an error.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.ReLU()])
+        >>> observe(model, tf.constant([[-1.0, 2.0]]), Mode(training=False)).outputs.numpy().tolist()
+        [[0.0, 2.0]]
+    """
+    seen, calls, weights = Observation(), Calls(model, keeps_calls), model.weights
+    layers = [model, *keras_model.all_layers(model)]
+    values = random_state.seeded(_random_states(model), seed)
+    scope = _Changes([*values, *((weights[number], value) for number, value in (states or {}).items())], calls)
+    with (
+        scope,
+        _noting(seen, calls, mode),
+        python_draws.noted(layers, lambda: calls.path) as seen.python_draws,
+        _draws(is_random, scope.note) as seen.random_functions,
+    ):
+        try:
+            seen.outputs = keras_model.call_model(model, inputs, mode.training)
+        except Exception as error:
+            raise CallError(calls.failed or model.name, error) from error
+    paths = {state.path: path for state, path in scope.changed.values()}
+    seen.untracked |= {path: paths[path] for path in _untracked(model, [one for one, _ in scope.changed.values()])}
+    seen.calls = calls.ended
+    new = {number: scope.get_current_value(weight) for number, weight in enumerate(weights) if not weight.trainable}
+    seen.states = {number: tf.convert_to_tensor(value) for number, value in new.items() if value is not None}
+    return seen
+
+
+class _Changes(keras_variables.PenalizedScope):
+    """A scope that notes which variables are assigned, and by which layer."""
+
+    def __init__(self, values: list[tuple[Any, Any]], calls: Calls) -> None:
+        super().__init__(values)
+        self._calls = calls
+        self.changed: dict[int, tuple[Any, str]] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Note the variable of an update."""
+        super().add_update(update)
+        self._note(update[0])
+
+    def note(self, generator: keras.random.SeedGenerator) -> None:
+        """Note the state of a generator that draws."""
+        self._note(generator.state)
+
+    def _note(self, variable: Any) -> None:
+        self.changed.setdefault(id(variable), (variable, self._calls.path))
+
+
+def _random_states(model: keras.Model) -> list[Any]:
+    return [random_state.state_of_no_layer(), *typical_draws.seed_states(keras_model.all_layers(model))]
+
+
+def _draws(is_random: bool, note_generator: Callable[[Any], None]) -> contextlib.AbstractContextManager[set[str]]:
+    return contextlib.nullcontext(set()) if is_random else typical_draws.typical_draws(note_generator)
+
+
+@contextlib.contextmanager
+def _noting(seen: Observation, calls: Calls, mode: Mode) -> Iterator[None]:
+    """Note what a run of the model shows, apart from its results."""
+    added: list[Any] = []
+
+    def note_scalar(metric: keras.Metric, value: tf.Tensor) -> None:
+        seen.counted.append((metric, value))
+
+    def note_variable(name: str) -> None:
+        seen.untracked.setdefault(name, calls.path)
+
+    with (
+        calls.noted(),
+        keras_losses.collect_added_losses(lambda: added),
+        keras_losses_in_call.scalars_noted(note_scalar),
+        tf_untracked.assignments_noted(note_variable),
+        tf_function.own_traces(),
+        _moving_statistics(mode),
+    ):
+        yield
+    seen.added = [tf.reduce_sum(loss) for loss in added]
+
+
+@contextlib.contextmanager
+def _moving_statistics(mode: Mode) -> Iterator[None]:
+    """Use the moving statistics of BatchNormalization in training; in inference where it has the whole batch."""
+    call = keras.layers.BatchNormalization.call
+
+    def normalize(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        has_all_rows = mode.training or (mode.gathers and layer.synchronized)
+        return call(layer, inputs, training=training and not has_all_rows, mask=mask)
+
+    with mock.patch.object(keras.layers.BatchNormalization, "call", normalize):
+        yield
+
+
+@contextlib.contextmanager
+def undisturbed(model: keras.Model, name: str) -> Iterator[Observation]:
+    """Compute losses and metrics inside this context, as `observe` does layers; yield what it shows after the context.
+
+    Args:
+        model: The model.
+        name: Of what is computed.
+    """
+    seen, calls = Observation(), Calls(model)
+    scope = _Changes([], calls)
+    with (
+        random_state.preserved_random_state(),
+        scope,
+        tf_function.own_traces(),
+        tf_untracked.assignments_noted(lambda variable: seen.untracked.update({variable: name})),
+        python_draws.noted([], lambda: name) as drawing,
+        typical_draws.typical_draws(scope.note),
+    ):
+        random_state.seeded([], 0)
+        yield seen
+    changed = [state for state, _ in scope.changed.values()]
+    seen.untracked |= dict.fromkeys(_untracked(model, changed), name)
+    seen.python_draws = drawing
+
+
+def _untracked(model: keras.Model, variables: list[Any]) -> list[str]:
+    """Return the paths of variables that Keras does not track."""
+    known = {id(one) for one in (*keras_variables.state(model), *random_state.states_of_no_layer())}
+    return [variable.path for variable in variables if id(variable) not in known]

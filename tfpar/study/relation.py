@@ -1,0 +1,138 @@
+"""How the values of the parts of a batch relate to those of the whole batch.
+
+    whole   [1 2 3 4]   parts [1 2] [3 4]   joined: the values of the parts, one after the other
+    whole   2.5         parts 1.5, 3.5      mean, weighted by the sizes of the parts
+    whole   10          parts 3, 7          sum
+    whole   7           parts 7, 7          equal, and so a mean
+
+A value can have several relations at once, as zero has. Other examples, or other weights, leave those that hold
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+Relation = Literal["joined", "equal", "mean", "sum"]
+Relations = frozenset[Relation]
+
+ANY: Relations = frozenset(("joined", "equal", "mean", "sum"))
+# Relative to the largest value, by the bytes of the type: about the square root of its precision. Layers of double
+# precision may compute in single precision inside, as rotary embeddings and some kernels do.
+_TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-5}
+_ROUNDING = 1e-6  # of the largest value of a part: parts may cancel
+
+
+def relations(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Relations:
+    """Return the relations of the values of parts to those of the whole batch; none if there is no such relation.
+
+    Args:
+        whole: The values for all examples, of any shape.
+        parts: The values for each part of these examples.
+        sizes: The number of examples of each part.
+
+    Example:
+        >>> sorted(relations(np.array(2.5), [np.array(1.0), np.array(3.0)], sizes=[1, 3]))
+        ['mean']
+    """
+    found: set[Relation] = {"joined"} if is_joined(whole, parts) and _is_proportional(whole, parts, sizes) else set()
+    if any(part.shape != whole.shape for part in parts):
+        return frozenset(found)
+    if not _decides(whole, parts):
+        return ANY
+    if all(_close(part, whole) for part in parts):
+        found.add("equal")
+    if _is_text(whole):
+        return frozenset(found)
+    numbers = np.stack([_float(part) for part in parts])
+    largest = float(np.max(np.abs(numbers), initial=0.0))
+    if _close(np.average(numbers, axis=0, weights=sizes), whole, largest):
+        found.add("mean")
+    if _close(numbers.sum(axis=0), whole, largest):
+        found.add("sum")
+    return frozenset(found)
+
+
+def is_joined(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
+    """Return whether the values of the whole batch are those of the parts, one after the other.
+
+    Args:
+        whole: The values for all examples, `[rows, ...]`.
+        parts: The values for each part.
+
+    Example:
+        >>> is_joined(np.array([1.0, 2.0]), [np.array([1.0]), np.array([2.5])])
+        False
+    """
+    if not whole.ndim or any(part.ndim != whole.ndim or part.shape[1:] != whole.shape[1:] for part in parts):
+        return False
+    return _close(np.concatenate(parts, axis=0), whole)
+
+
+def is_joined_elsewhere(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
+    """Return whether the values of the whole batch are those of the parts along an axis other than the first.
+
+    Example:
+        >>> is_joined_elsewhere(np.array([[1.0, 2.0]]), [np.array([[1.0]]), np.array([[2.0]])])
+        True
+    """
+    axes = [axis for axis in range(1, whole.ndim) if sum(part.shape[axis] for part in parts) == whole.shape[axis]]
+    first = (np.moveaxis(whole, axis, 0) for axis in axes)
+    return any(
+        is_joined(moved, [np.moveaxis(part, axis, 0) for part in parts])
+        for axis, moved in zip(axes, first, strict=True)
+    )
+
+
+def in_all(many: Iterable[Relations]) -> Relations:
+    """Return the relations that a value has in all runs.
+
+    Example:
+        >>> sorted(in_all([frozenset(["mean", "equal"]), frozenset(["mean", "sum"])]))
+        ['mean']
+    """
+    return frozenset.intersection(ANY, *many)
+
+
+def close(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two arrays are equal up to the rounding of their type, in shape too."""
+    return _close(one, other)
+
+
+def _decides(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
+    """Return whether values show a relation: they are finite, and not all of them are zero."""
+    if _is_text(whole):
+        return True
+    return bool(np.isfinite(_float(whole)).all() and any(np.any(value) for value in (whole, *parts)))
+
+
+def _is_text(values: np.ndarray) -> bool:
+    return values.dtype.kind in "OSU"
+
+
+def _is_proportional(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> bool:
+    """Return whether each example has as many values as any other."""
+    return all(part.size * sum(sizes) == whole.size * size for part, size in zip(parts, sizes, strict=True))
+
+
+def _close(one: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
+    if np.shape(one) != other.shape:
+        return False
+    if not _is_floating(other):
+        return bool(np.array_equal(one, other))
+    tolerance, one, other = _TOLERANCES[other.dtype.itemsize], _float(one), _float(other)
+    values = np.abs(np.where(np.isfinite(other), other, 0.0))
+    largest = float(np.max(values, initial=0.0))
+    atol = max(tolerance * largest, _ROUNDING * largest_part)
+    return bool(np.allclose(one, other, rtol=tolerance, atol=atol, equal_nan=True))
+
+
+def _is_floating(values: np.ndarray) -> bool:
+    return values.dtype.kind == "f" or values.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def _float(values: Any) -> np.ndarray:
+    return np.asarray(values).astype(np.float64)

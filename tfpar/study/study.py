@@ -1,0 +1,343 @@
+"""The study of a model before the first step of a kind: one verdict on its layers, losses, metrics and states."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import keras_losses, keras_metrics, keras_model, tf_function
+from tfpar.reduction.losses_in_call import Way, cheapest_ways, in_part
+from tfpar.reduction.verdict import Kind, Verdict
+from tfpar.study import losses as study_losses
+from tfpar.study import metrics as study_metrics
+from tfpar.study import relation
+from tfpar.study.known_layers import computes_rows_alone
+from tfpar.study.layers import Mixing, Runs, joins
+from tfpar.study.made_up import Rows, made_up
+from tfpar.study.observation import CallError, Mode, Observation, observe, undisturbed
+from tfpar.study.outputs import Outputs, Words, check_tracked, study_outputs
+from tfpar.study.rows import SIZES, few_rows, parts_of
+from tfpar.study.states import refusal
+
+_RULE = "must be a sum or a mean over the batch to be computed by replicas or micro-batches"
+_WAY_OUT = "Let it return one value per example, with sample weights in place of a mask, or train on SingleDevice()."
+
+
+class Engine(NamedTuple):
+    """What an engine can do with the parts of a batch.
+
+    Args:
+        words: Its advice in refusals.
+        gathers: Whether parts run at the same time, and can gather the rows of the whole batch.
+        adds_states: Whether each part updates metrics of its own, whose states are added.
+        gathers_layers: Whether layers that mix rows are called with the whole batch.
+        accepts_mixing: Whether the user accepts other results of layers that mix rows.
+    """
+
+    words: Words
+    gathers: bool
+    adds_states: bool
+    gathers_layers: bool = False
+    accepts_mixing: bool = False
+
+
+def study(
+    model: keras.Model, batch: Any, kind: str, engine: Engine, gathered: Sequence[str] = ()
+) -> tuple[Verdict, tuple[Mixing, ...]]:
+    """Find out how parts of a batch give the whole, or refuse the model.
+
+    Args:
+        model: A built model; for "train" and "evaluate" a compiled one.
+        batch: Its first batch, `(inputs, targets, sample_weight)` as far as given.
+        kind: "train", "evaluate" or "predict": what the next steps do.
+        engine: What the strategy can do.
+        gathered: The paths of layers that are called with the whole batch, as another worker has found.
+
+    Returns:
+        The verdict, and the layers to call with the whole batch.
+
+    Raises:
+        ValueError: If the parts of a batch cannot give the whole.
+    """
+    mode, has_loss = Mode(kind == "train", engine.gathers), kind != "predict"
+    outputs = study_outputs(
+        model,
+        batch,
+        mode,
+        engine.words,
+        gathers_layers=engine.gathers_layers,
+        accepts_mixing=engine.accepts_mixing,
+        gathered=gathered,
+        is_known=not has_loss or _is_known(model),
+    )
+    _check_states(model, outputs, mode, engine)
+    verdict = Verdict(averaged=tuple(outputs.states.averaged), gathered=tuple(one.path for one in outputs.gathered))
+    if has_loss and outputs.runs is not None:
+        verdict = _LossStudy(model, batch, outputs, outputs.runs, engine).added_to(verdict)
+    return verdict, outputs.gathered
+
+
+def check_state_of_stages(model: keras.Model, batch: Any, kind: str, words: Words) -> None:
+    """Refuse variables that a model changes and Keras does not track: stages lose them, also with the whole batch.
+
+    Args:
+        model: A built model.
+        batch: Its first batch.
+        kind: "train", "evaluate" or "predict".
+        words: For refusals.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    mode, rows = Mode(kind == "train", gathers=False), few_rows(batch)
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(rows)
+    if computes_rows_alone(model, mode.training) and (kind == "predict" or _is_known(model)):
+        return
+    changed: dict[str, str] = {}
+    with contextlib.suppress(Exception):  # the step itself raises too, with its own message
+        seen = observe(model, inputs, mode)
+        changed |= seen.untracked
+        if kind != "predict":
+            with undisturbed(model, _name_of_losses(model)) as of_losses:
+                keras_model.compute_loss(model, inputs, targets, seen.outputs, weights, mode.training)
+            changed |= of_losses.untracked
+    check_tracked(model, [Observation(untracked=changed)], mode, words)
+
+
+def _check_states(model: keras.Model, outputs: Outputs, mode: Mode, engine: Engine) -> None:
+    states, kinds = outputs.states, [weight.aggregation for weight in model.weights]
+    # Keras reduces these by itself: without regard to the examples of each part, or n times a value.
+    reduced = [number for number in states.averaged if kinds[number] != "none"]
+    reduced += [number for number in states.equal if kinds[number] == "sum"]
+    if others := states.others + (reduced if engine.gathers else []):
+        raise refusal(model, others, mode.training, engine.words.state)
+
+
+def _is_known(model: keras.Model) -> bool:
+    """Return whether losses and metrics are those of Keras, with a value for each row, and layers add none."""
+    if any(keras_model.overridden(model, name) for name in ("compute_loss", "compute_metrics")):
+        return False
+    if keras_metrics.own_metrics(model) or not all(map(keras_losses.is_by_example, keras_losses.flat_losses(model))):
+        return False
+    regularized = any(layer.activity_regularizer is not None for layer in keras_model.all_layers(model))
+    return not regularized and all(map(keras_metrics.is_by_row, keras_metrics.compiled_metrics(model)))
+
+
+class _LossStudy:
+    """The study of the losses and metrics of a model whose outputs parts of a batch give."""
+
+    def __init__(self, model: keras.Model, batch: Any, outputs: Outputs, runs: Runs, engine: Engine) -> None:
+        self._model, self._batch, self._runs, self._engine = model, batch, runs, engine
+        self._whole, self._parts = outputs.whole, outputs.parts
+        self._training = runs.mode.training
+        self._has_own_loss = keras_model.overridden(model, "compute_loss")
+        self._whole_in_call = True
+        if runs.losses and not self._has_own_loss:
+            self._whole, self._parts = runs.whole(), runs.parts()
+            self._whole_in_call = all(loss.add_up(_TOLERANCE) for loss in runs.losses)
+        if not self._whole_in_call:
+            self._runs = runs.with_losses_of_parts()
+            self._whole, self._parts = self._runs.whole(), self._runs.parts()
+
+    def added_to(self, verdict: Verdict) -> Verdict:
+        """Return a verdict with what is found out about losses and metrics."""
+        ways, added = self._ways(), self._added()
+        _check_counted(self._whole, self._parts)
+        name = _name_of_losses(self._model)
+        with undisturbed(self._model, name) as seen:
+            losses, own_loss = self._losses()
+        with undisturbed(self._model, name):
+            metrics, whole_metrics = self._metrics()
+            reads_inputs = (own_loss == "whole" or whole_metrics) and self._reads_inputs(own_loss == "whole")
+        check_tracked(self._model, [seen], self._runs.mode, self._engine.words)
+        found = dataclasses.replace(
+            verdict,
+            losses=losses if set(losses) - {"rows"} else (),
+            own_loss=own_loss,
+            added=added,
+            whole_in_call=self._whole_in_call,
+            ways=ways,
+            metrics=metrics,
+            whole_metrics=whole_metrics,
+            reads_inputs=reads_inputs,
+        )
+        self._check_whole(found, losses)
+        return found
+
+    @functools.cached_property
+    def _rows(self) -> list[Rows]:
+        """Rows of the batch with the outputs of the model, and rows with made-up ones."""
+        given = keras.utils.unpack_x_y_sample_weight(few_rows(self._batch))
+        return [Rows(given[0], given[1], given[2], self._whole.outputs), *made_up(self._batch, self._whole.outputs)]
+
+    def _losses(self) -> tuple[tuple[Kind, ...], Kind | None]:
+        if self._has_own_loss:
+            return (), study_losses.own_kind(self._model, self._rows, self._training)
+        if all(map(keras_losses.is_by_example, keras_losses.flat_losses(self._model))):
+            return (), None
+        return study_losses.loss_kinds(self._model, self._rows), None
+
+    def _metrics(self) -> tuple[tuple[int, ...], bool]:
+        adds_states = self._engine.adds_states
+        if keras_model.overridden(self._model, "compute_metrics"):
+            return (), study_metrics.takes_whole_batch(self._model, self._rows, adds_states)
+        if all(map(keras_metrics.is_by_row, keras_metrics.compiled_metrics(self._model))):
+            return (), False
+        return study_metrics.whole_metrics(self._model, self._rows, adds_states), False
+
+    def _reads_inputs(self, is_loss: bool) -> bool:
+        """Return whether an overridden method that takes the whole batch fails without the inputs, or changes."""
+        rows = self._rows[0]
+        try:
+            if is_loss:
+                one, other = (
+                    study_losses.own_loss(self._model, some, self._training)
+                    for some in (rows, rows._replace(inputs=None))
+                )
+                return not relation.close(np.asarray(one), np.asarray(other))
+            study_metrics.update(self._model, rows._replace(inputs=None))
+        except Exception:
+            return True
+        return False
+
+    def _added(self) -> tuple[Kind, ...]:
+        """Return the kinds of the losses that layers add, with the present weights and with others."""
+        runs, seen = self._runs, [(self._whole, self._parts)]
+        if not self._whole.added and not any(part.added for part in self._parts):
+            return ()
+        if not keras_model.computes_in_half(self._model):
+            spread = _spread(self._model)
+            with contextlib.suppress(CallError):
+                seen.append((runs.whole(states=spread), runs.parts([spread, spread])))
+        kinds = [_added_kinds(self._model, whole, parts) for whole, parts in seen]
+        return tuple(_common(self._model, columns) for columns in zip(*kinds, strict=True))
+
+    def _ways(self) -> tuple[Way, ...]:
+        """Return what losses in `call` need of the whole batch, where parts run one after another."""
+        if self._has_own_loss or self._engine.gathers or not self._runs.losses:
+            return ()
+        if not self._whole_in_call:
+            return tuple("alone" for _ in self._runs.losses)
+        run = functools.partial(keras_model.call_model, self._model, self._runs.rows, self._training)
+        with keras_losses.collect_added_losses(list), tf_function.own_traces():
+            ways = cheapest_ways(run)
+        return ways if self._uses_linearly(ways) else tuple("whole" for _ in ways)
+
+    def _uses_linearly(self, ways: Sequence[Way]) -> bool:
+        """Return whether layers use losses so that their values for parts give what those of the whole batch give."""
+        totals = tf.stack([tf.stack([tf.cast(one, tf.float64) for one in loss.whole]) for loss in self._runs.losses])
+        parts = []
+        for part in parts_of(self._runs.rows):
+            with in_part(ways, totals, tf.constant(part.size / sum(SIZES))):
+                parts.append(observe(self._model, part.rows, self._runs.mode))
+        whole = self._whole
+        added = zip(whole.added, *(part.added for part in parts), strict=True)
+        kinds = [relation.relations(*_arrays(one, of_parts), SIZES) for one, *of_parts in added]
+        return all("mean" in kind for kind in kinds) and joins(whole.outputs, [part.outputs for part in parts])
+
+    def _check_whole(self, verdict: Verdict, losses: Sequence[Kind]) -> None:
+        """Refuse what takes the whole batch where parts cannot gather it."""
+        if verdict.own_loss == "whole" and verdict.added:
+            raise ValueError(
+                f"{type(self._model).__name__}.compute_loss {_RULE} where layers add losses, and its values for parts "
+                "of a batch are not those for all of it. Do not override compute_loss, or train on SingleDevice()."
+            )
+        if self._engine.gathers:
+            return
+        names = [name for name, kind in zip(self._loss_names(len(losses)), losses, strict=True) if kind == "whole"]
+        names += [f"{type(self._model).__name__}.compute_loss"] if verdict.own_loss == "whole" else []
+        compiled = keras_metrics.compiled_metrics(self._model)
+        names += [compiled[number].name for number in verdict.metrics]
+        names += [f"{type(self._model).__name__}.compute_metrics"] if verdict.whole_metrics else []
+        if names:
+            raise ValueError(
+                "In micro-batches a loss or a metric must be computed from each example alone, as a sum or as a mean "
+                f"over the batch, and the values of {', '.join(map(repr, names))} for parts of a batch do not give "
+                f"those for all of it. Mirrored and MultiWorker gather the batch for it; or {self._engine.words.alone}."
+            )
+
+    def _loss_names(self, number: int) -> list[str]:
+        losses = keras_losses.flat_losses(self._model)
+        return [keras_losses.name_of(loss) for loss in (losses if len(losses) == number else losses[:1] * number)]
+
+
+_TOLERANCE = 1e-4
+
+
+def _name_of_losses(model: keras.Model) -> str:
+    """Return the name of the first loss of the user's; of the model, where there is none."""
+    losses = [loss for loss in keras_losses.flat_losses(model) if not keras_losses.is_of_keras(loss)]
+    return next(map(keras_losses.name_of, losses), model.name)
+
+
+def _arrays(whole: tf.Tensor, parts: Sequence[tf.Tensor]) -> tuple[np.ndarray, list[np.ndarray]]:
+    return np.asarray(whole), list(map(np.asarray, parts))
+
+
+def _spread(model: keras.Model) -> dict[int, tf.Tensor]:
+    """Return trained weights, by number, that differ from the present ones by as much as these are.
+
+    At its first weights a model returns almost the same for every row, where many losses are means that are none later.
+    """
+    random, values = np.random.default_rng(1), {}
+    for number, weight in enumerate(model.weights):
+        if weight.trainable and tf.as_dtype(weight.dtype).is_floating:
+            value = np.asarray(weight.numpy(), np.float64)
+            scale = np.std(value) + 1 / np.sqrt(value.shape[0]) if value.ndim > 1 else 0.3
+            values[number] = tf.cast(value + random.normal(0.0, scale, value.shape), weight.dtype)
+    return values
+
+
+def _added_kinds(
+    model: keras.Model, whole: Observation, parts: Sequence[Observation]
+) -> list[tuple[relation.Relations, list[float]]]:
+    """Return the relations of each added loss, and its values for the parts and for the whole."""
+    if any(len(part.added) != len(whole.added) for part in parts):
+        raise _refusal_of_added(model, [])
+    columns = zip(whole.added, *(part.added for part in parts), strict=True)
+    return [
+        (relation.relations(*_arrays(one, of_parts), SIZES), [float(value) for value in (*of_parts, one)])
+        for one, *of_parts in columns
+    ]
+
+
+def _common(model: keras.Model, column: Sequence[tuple[relation.Relations, list[float]]]) -> Kind:
+    common = relation.in_all(relations for relations, _ in column)
+    if "mean" in common:
+        return "mean"
+    if "sum" in common:
+        return "sum"
+    raise _refusal_of_added(model, column[-1][1])
+
+
+def _refusal_of_added(model: keras.Model, values: Sequence[float]) -> ValueError:
+    received = ", ".join(f"{value:.6g}" for value in values[:-1])
+    numbers = f", received {received} on two parts of a batch and {values[-1]:.6g} on both" if values else ""
+    return ValueError(f"A loss added with add_loss to {model.name!r} {_RULE}{numbers}. {_WAY_OUT}")
+
+
+def _check_counted(whole: Observation, parts: Sequence[Observation]) -> None:
+    """Refuse scalars that layers count in metrics if parts of a batch would give another result."""
+    columns = zip(whole.counted, *(part.counted for part in parts), strict=False)
+    for (metric, value), *of_parts in columns:
+        wanted = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
+        found = relation.relations(*_arrays(value, [part for _, part in of_parts]), SIZES)
+        if wanted in found:
+            continue
+        other = {"sum": "mean", "mean": "sum"}[wanted]
+        if other not in found:
+            raise ValueError(
+                f"A scalar that a layer counts in a metric {_RULE}, and {metric.name!r} counts neither. {_WAY_OUT}"
+            )
+        raise ValueError(
+            f"A layer must count a {wanted} over the batch in a keras.metrics.{wanted.capitalize()}, or replicas "
+            f"and micro-batches count something else, and {metric.name!r} counts a {other}. Let it count values of "
+            "examples, [batch, ...], or train on SingleDevice()."
+        )
