@@ -277,7 +277,10 @@ ROWS = [
         "the same",
     ),
     _tensorflow(
-        "tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable ResourceVariable", "ops/resource_variable_ops", "the same"
+        "tensorflow.python.ops.resource_variable_ops",
+        "BaseResourceVariable ResourceVariable",
+        "ops/resource_variable_ops",
+        "the same",
     ),
     _keras(
         "a layer", "_get_regularization_losses", "layers/layer", "penalties of weights in pieces are sums of theirs"

@@ -6,20 +6,19 @@
     constant row numbers          part 0: rows 0 4    part 1: rows 0 4    one device: rows 0 4        (equal)
 
 The kinds matter for optimizers that are not linear in the gradient: Keras 3.15 applies duplicate rows separately. The
-row numbers that a layer computes for some examples and for parts of them determine the kind, except for constants. A
-number that occurs twice in a shared lookup has two rows: the rows of different parts are matched in order.
+kind follows from what the row numbers depend on (`row_numbers`). A number that occurs twice in a shared lookup has two
+rows: the rows of different parts are matched in order.
 """
 
 from __future__ import annotations
 
-import collections
-import functools
-import operator
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import tensorflow as tf
+
+from tfpar.messages import user_warnings
+from tfpar.reduction.row_numbers import Source, Sources
 
 Kind = Literal["listed", "shared", "equal"]
 
@@ -38,78 +37,65 @@ class RowSlices(NamedTuple):
     indices: tf.Tensor
 
 
-class LookupKinds(NamedTuple):
-    """The kinds of the lookups in the gradients of one objective, from a trial before the first step.
+class Lookups(NamedTuple):
+    """The lookups of which a gradient is the sum, each with its kind."""
 
-    Args:
-        kinds: The kinds by weight and lookup; empty if the trial failed.
-        failure: Why the trial failed; empty if it did not.
-    """
-
-    kinds: list[list[Kind]]
-    failure: str = ""
+    rows: tuple[RowSlices, ...]
+    kinds: tuple[Kind, ...]
 
 
-class Observed(NamedTuple):
-    """The row numbers of one lookup, as an array each.
-
-    Args:
-        whole: The row numbers for some examples.
-        parts: The row numbers for each part of these examples.
-    """
-
-    whole: np.ndarray
-    parts: Sequence[np.ndarray]
+_KINDS: dict[Source, Kind] = {
+    Source.CONSTANT: "equal",
+    Source.POSITIONS: "shared",
+    Source.DISTINCT: "shared",
+    Source.EXAMPLES: "listed",
+}
 
 
-def kind_of(observed: Sequence[Observed]) -> Kind | None:
-    """Return the kind of a lookup; None if it is unknown.
-
-    Args:
-        observed: Row numbers for different examples, and for equal examples.
-
-    Example:
-        >>> kind_of([Observed(np.array([3, 5, 5, 7]), [np.array([3, 5]), np.array([5, 7])])])
-        'listed'
-    """
-    counts = [[collections.Counter(each.tolist()) for each in (one.whole, *one.parts)] for one in observed]
-    if all(whole == sum(parts, collections.Counter()) for whole, *parts in counts):
-        return "listed"
-    if all(whole == functools.reduce(operator.or_, parts) for whole, *parts in counts):
-        return "shared"
-    return None
-
-
-def split_lookups(gradient: tf.IndexedSlices) -> list[RowSlices]:
-    """Return the lookups of which a gradient is the sum; one lookup with all rows for an eager gradient.
-
-    Args:
-        gradient: The gradient of one weight.
-    """
-    indices = lookups(gradient)
-    if len(indices) == 1:
-        return [RowSlices(gradient.values, gradient.indices)]
-    values = tf.split(gradient.values, [tf.size(each) for each in indices])
-    return list(map(RowSlices, values, indices))
-
-
-def lookups(gradient: tf.IndexedSlices) -> list[tf.Tensor]:
-    """Return the row numbers of each lookup of a gradient; all row numbers for an eager gradient."""
-    return _lookups(gradient.indices) if tf.is_symbolic_tensor(gradient.indices) else [gradient.indices]
-
-
-def known_kind(indices: tf.Tensor) -> Kind | None:
-    """Return the kind of a lookup of constant or random row numbers; None for others.
+def kind_of(indices: tf.Tensor, sources: Sources) -> Kind | None:
+    """Return the kind of a lookup in a graph; None if it is unknown.
 
     Args:
         indices: The row numbers of the lookup.
+        sources: What the tensors of the graph depend on.
     """
-    if not tf.is_symbolic_tensor(indices):
+    return _KINDS.get(sources.of(indices))
+
+
+def kinds_of(gradient: Any, sources: Sources) -> list[Kind | None]:
+    """Return the kind of each lookup of a traced gradient; the arguments are those of `lookups_of`."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return []
+    return [kind_of(one, sources) for one in _lookups(gradient.indices)]
+
+
+def lookups_of(gradient: Any, weight: Any, kinds: Sequence[Kind | None]) -> Lookups | None:
+    """Return the lookups of a gradient; None for a dense one, and after a warning for one with an unknown kind.
+
+    Args:
+        gradient: The gradient of one weight.
+        weight: The weight, for the warning.
+        kinds: The kinds of its lookups; of an eager gradient one kind.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
         return None
-    ops = _ancestors(indices)
-    if any("Random" in op.type or "Sampler" in op.type or "Multinomial" in op.type for op in ops):
-        return "listed"
-    return "equal" if all(op.type == "Const" or (op.inputs and not op.op_def.is_stateful) for op in ops) else None
+    known = tuple(kind for kind in kinds if kind is not None)
+    if len(known) < max(len(kinds), 1):
+        _warn_of_dense(weight)
+        return None
+    indices = _lookups(gradient.indices) if tf.is_symbolic_tensor(gradient.indices) else [gradient.indices]
+    sizes = [tf.size(one) for one in indices]
+    values = tf.split(gradient.values, sizes) if len(sizes) > 1 else [gradient.values]
+    return Lookups(tuple(map(RowSlices, values, indices)), known)
+
+
+def _warn_of_dense(weight: Any) -> None:
+    user_warnings.warn(
+        f"The gradient of {weight.path!r} is added over the parts of a batch as a dense tensor: the rows that it lists "
+        "are not known to follow from each example alone, from positions or from constants. The sum is that of one "
+        "device, where optimizers such as Adam square rows of the same number separately; here they square their sum. "
+        "For equal weights, compute the row numbers of each example from that example, or train on SingleDevice()."
+    )
 
 
 def to_send(
@@ -187,14 +173,3 @@ def _lookups(indices: tf.Tensor) -> list[tf.Tensor]:
     if op.type == "ConcatV2" and indices.shape.rank == 1:
         return [each for part in op.inputs[:-1] for each in _lookups(part)]
     return [indices]
-
-
-def _ancestors(tensor: tf.Tensor) -> set[tf.Operation]:
-    """Return the operations of its graph that a tensor is computed from."""
-    found, waiting = set(), [tensor.op]
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [each.op for each in op.inputs]
-    return found

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call, keras_model
-from tfpar.reduction import text_bytes
+from tfpar.reduction import row_numbers, text_bytes
 from tfpar.reduction.losses import ALONE, BatchWeights
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.sums_of_parts import SumsOfParts, sums_of
@@ -76,7 +76,9 @@ def gather(tensor: Any) -> Any:
         ...     def call(self, inputs):
         ...         return inputs - keras.ops.mean(tfpar.gather(inputs), axis=0)
     """
-    return _rows[-1].gather(tf.convert_to_tensor(tensor)) if _rows and not _of_thread.has_all_rows else tensor
+    if not _rows or _of_thread.has_all_rows:
+        return tensor
+    return row_numbers.of_all_replicas(_rows[-1].gather(tf.convert_to_tensor(tensor)))
 
 
 @contextlib.contextmanager
@@ -179,7 +181,7 @@ def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         tensor: `[examples of the global batch, ...]`.
         num_rows: The number of examples of the replica.
     """
-    return _rows[-1].own(tensor, num_rows) if _rows else tensor
+    return row_numbers.of_each_replica(_rows[-1].own(tensor, num_rows)) if _rows else tensor
 
 
 class Recording(Rows):

@@ -37,7 +37,8 @@ def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
 
     A call in which the replicas communicate, as synchronized BatchNormalization does, cannot be such a function. Nor
     can one with a loop that trains, such as a recurrent layer: the backward pass takes a list of tensors for each loop,
-    and XLA of TensorFlow 2.21 accepts none as an argument. There TensorFlow chooses what XLA compiles.
+    and XLA of TensorFlow 2.21 accepts none as an argument; nor one that looks up rows of a weight twice, as a function
+    hides which rows of the gradient belong to which lookup. There TensorFlow chooses what XLA compiles.
 
     Args:
         model: A model that `suits` accepts, and whose layers add no losses.
@@ -64,13 +65,27 @@ def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
     try:
         with mock.patch.object(tf.distribute.ReplicaContext, "merge_call", refuse):
             compiled = tf.function(call, autograph=False, jit_compile=True)
-            has_loops = training and tf_graph.has_loops(compiled.get_concrete_function(inputs).graph)
-            outputs, masks = (None, None) if has_loops else compiled(inputs)
+            cannot = training and _has_loops_or_lookups(compiled.get_concrete_function(inputs).graph)
+            outputs, masks = (None, None) if cannot else compiled(inputs)
     except Exception:
         if not communicates:
             raise
-    if communicates or has_loops:
+    if communicates or cannot:
         with tf.xla.experimental.jit_scope():
             return keras_model.call_model(model, inputs, training)
     received = list(map(keras_probabilities.received_as, tf.nest.flatten(outputs), activations))
     return tf.nest.map_structure(keras_model.with_mask, tf.nest.pack_sequence_as(outputs, received), masks)
+
+
+def _has_loops_or_lookups(graph: Any) -> bool:
+    """Return whether a function has a loop, or several lookups of rows of one variable."""
+    read = [
+        _source(op.inputs[0]) for op in graph.get_operations() if op.type in ("GatherV2", "GatherNd", "ResourceGather")
+    ]
+    tables = [one for one in read if one.dtype == tf.resource]
+    return tf_graph.has_loops(graph) or len({one.ref() for one in tables}) < len(tables)
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """Return what a tensor reads without a computation: for the value of a variable its memory."""
+    return _source(tensor.op.inputs[0]) if tensor.op.type in ("Cast", "Identity", "ReadVariableOp") else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +24,8 @@ from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
 from tfpar.reduction.gradient_order import compute_early
-from tfpar.reduction.indexed_slices import LookupKinds
+from tfpar.reduction.indexed_slices import Lookups, kinds_of, lookups_of
+from tfpar.reduction.row_numbers import Sources
 from tfpar.reduction.update_order import after_reads
 from tfpar.reduction.verdict import Verdict
 from tfpar.strategies import objective_steps
@@ -32,7 +33,6 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.gradient_sums import sum_gradients
-from tfpar.strategies.lookup_trials import find_lookup_kinds, may_look_up
 from tfpar.strategies.optimizer_shards import DividesState, only_owned
 from tfpar.strategies.replica_runs import ReplicaRuns, not_compiled
 from tfpar.strategies.replica_states import (
@@ -45,6 +45,7 @@ from tfpar.strategies.replica_states import (
     update_metrics_once,
 )
 from tfpar.strategies.single_device import forward, loss_and_gradients
+from tfpar.strategies.traced_rows import eager_kinds, may_look_up
 from tfpar.study.outputs import BatchDependentLayers, Words
 from tfpar.study.report import gathering
 from tfpar.study.study import Engine, study
@@ -146,13 +147,6 @@ class DataParallel(DividesState):
             runs = ReplicaRuns(self._strategy, self.num_replicas, compiles_calls=self._merges)
         return self._runs.setdefault(model, runs)
 
-    def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
-        runs = self._runs_of(model)
-        with self.raising_on_all_workers(), runs.gathering():
-            found = find_lookup_kinds(model, batch, self._strategy.run, first_alone=self._merges)
-        chiefs = json.loads(self.broadcast(json.dumps(found).encode()))
-        runs.lookup_kinds = [LookupKinds(*one) for one in chiefs]
-
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Find out how replicas give the losses, metrics and states of the whole batch, or refuse the model."""
         runs = self._runs_of(model)
@@ -164,8 +158,9 @@ class DataParallel(DividesState):
                 objective.check(model, batch)
         else:
             self._study(model, batch, kind, runs)
-        if kind == "train" and may_look_up(model, batch):
-            self._find_lookup_kinds(model, batch)
+        if kind == "train" and model.run_eagerly and may_look_up(model, batch):
+            with runs.gathering():
+                runs.eager_kinds = eager_kinds(model, batch, self._strategy.run)
 
     def _study(self, model: keras.Model, batch: Any, kind: str, runs: ReplicaRuns) -> None:
         engine = self._engine(kind)
@@ -252,8 +247,7 @@ class DataParallel(DividesState):
         """
         if self.num_replicas == 1:
             return after_reads(list(gradients), forward, keras_model.recomputes(model))
-        found = self._runs_of(model).lookup_kinds
-        lookups = None if found is None else found[number]
+        lookups = self._lookups(model, gradients, number)
         compute_early(gradients, forward[0])
         owners = self._owners(model, number)
         summed_on = owners if self._shards is not None and self._shards.sums_on_owners else ()
@@ -265,13 +259,22 @@ class DataParallel(DividesState):
         reads = (forward, gradients) if keras_model.recomputes(model) else forward
         return after_reads(only_owned(sums, owners), reads, False)
 
+    def _lookups(self, model: keras.Model, gradients: Sequence[Any], number: int) -> list[Lookups | None]:
+        """Return the lookups of each gradient of an objective, of which a loss after them has none."""
+        eager = self._runs_of(model).eager_kinds
+        sources, found = Sources(), []
+        for place, (gradient, weight) in enumerate(itertools.zip_longest(gradients, _weights(model, number))):
+            is_eager = tf.executing_eagerly()
+            kinds = (eager[number][place : place + 1] if eager else []) if is_eager else kinds_of(gradient, sources)
+            found.append(lookups_of(gradient, weight, kinds))
+        return found
+
     def _owners(self, model: keras.Model, number: int) -> list[int]:
         """Return the owner of each weight of an objective; none if every replica updates all weights."""
         if self._shards is None:
             return []
-        objectives, owners = objective.objectives_of(model), self._shards.owners(model)
-        weights = objective.trained_by(model, objectives[number]) if objectives else model.trainable_variables
-        return [owners[id(weight)] for weight in weights]
+        owners = self._shards.owners(model)
+        return [owners[id(weight)] for weight in _weights(model, number)]
 
     def _apply(self, model: keras.Model, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on every replica, on the local copies of the variables; with shards, on their owners."""
@@ -336,3 +339,9 @@ class DataParallel(DividesState):
         """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
         if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
             assign_local_parts(self._strategy, variable, parts[self.rank * self._num_local_replicas :])
+
+
+def _weights(model: keras.Model, number: int) -> Sequence[keras.Variable]:
+    """Return the trained weights of an objective, or of a model without objectives."""
+    objectives = objective.objectives_of(model)
+    return objective.trained_by(model, objectives[number]) if objectives else model.trainable_variables

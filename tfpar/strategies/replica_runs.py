@@ -38,7 +38,8 @@ class ReplicaRuns:
         gathered: The calls that take the whole batch, by whether the model trains.
         averaged: The weights that layers update, to whose mean over the replicas each step sets them, by whether the
             model trains.
-        lookup_kinds: The kinds of embedding lookups for each objective; None without lookups.
+        eager_kinds: Of a model that runs eagerly, for each objective the kind of the rows of each weight's gradient;
+            None for none, and for one that is summed as a dense gradient.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int, *, compiles_calls: bool) -> None:
@@ -48,7 +49,7 @@ class ReplicaRuns:
         self.losses: LossReduction | None = None
         self.gathered: dict[bool, list[Mixing]] = {}
         self.averaged: dict[bool, list[keras.Variable]] = {}
-        self.lookup_kinds: list[indexed_slices.LookupKinds] | None = None
+        self.eager_kinds: list[list[indexed_slices.Kind | None]] = []
 
     def gathering(self, *modes: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context in which batch-dependent layers take the whole batch.
@@ -67,11 +68,8 @@ class ReplicaRuns:
     def _compiles_call(self, model: keras.Model, training: bool) -> bool:
         if not (model.jit_compile and self._compiles_calls and self._num_replicas > 1) or self.gathered.get(training):
             return False
-        # A function hides which rows of a gradient belong to which lookup of the weight.
-        found = (self.lookup_kinds or ()) if training else ()
-        looks_up = any(one.failure or any(len(kinds) > 1 for kinds in one.kinds) for one in found)
         adds_losses = self.losses is not None and self.losses.adds_losses(training)
-        return suits(model) and not looks_up and not adds_losses
+        return suits(model) and not adds_losses
 
     def begin(self, model: keras.Model) -> None:
         """Begin anew if the model was compiled again: with other losses, and the present random state."""

@@ -185,7 +185,6 @@ class Staged(SingleReplica):
             schedule.num_microbatches * self.num_workers,
             self._planner.other_stage_devices(model),
             None if self._peers is None else self._agree,
-            allow_batch_dependence=self.settings.allow_batch_dependent_layers,
         )
         self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
         self._steps[model].keep_first(batch, training)

@@ -16,7 +16,7 @@ from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
 from tfpar.pipeline.execution.output_functions import OutputFunction
 from tfpar.pipeline.execution.python_functions import refuse_python
-from tfpar.pipeline.execution.row_gradients import Kinds, known_kinds
+from tfpar.pipeline.execution.row_gradients import Kinds
 from tfpar.pipeline.execution.stage_values import MaskedTensor
 
 
@@ -51,14 +51,12 @@ class LossProgram:
         loss: The loss of the model.
         variables: The variables whose values are arguments.
         trace: The record of the trace.
-        kinds: The kind of each lookup of each parameter; None for one that the graph does not determine.
         function: The compiled function of `LossArguments` to `LossResults`.
     """
 
     loss: ModelLoss
     variables: LossVariables
     trace: LossTrace
-    kinds: Kinds
     function: OutputFunction
 
     @property
@@ -85,6 +83,11 @@ class LossProgram:
     def parameters(self) -> Sequence[Any]:
         """Trained weights that it reads."""
         return self.variables.parameters
+
+    @property
+    def kinds(self) -> Kinds:
+        """The kind of each lookup of each of `parameters`."""
+        return self.trace.kinds
 
     @property
     def num_divisors(self) -> int:
@@ -170,8 +173,7 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
         variables = LossVariables(tuple(metric_states), tuple(layer_states), tuple(parameters))
         function, trace = trace_loss(loss, outputs, batch, variables)
     refuse_python(function.graph, loss.devices, "The loss")
-    kinds = known_kinds(function.graph, trace.weight_gradients, trace.varying)
-    return LossProgram(loss, variables, trace, kinds, OutputFunction(function, outputs, loss.devices))
+    return LossProgram(loss, variables, trace, OutputFunction(function, outputs, loss.devices))
 
 
 def _captured_weights(model: keras.Model, function: Any) -> list[keras.Variable]:

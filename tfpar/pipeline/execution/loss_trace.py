@@ -19,12 +19,13 @@ from tfpar._compat import (
     tf_tapes,
 )
 from tfpar.pipeline.execution.model_loss import ModelLoss
-from tfpar.pipeline.execution.row_gradients import by_lookup
+from tfpar.pipeline.execution.row_gradients import Kinds, by_lookups
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_parts, tensors_of
+from tfpar.reduction.row_numbers import Source, Sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ class LossTrace:
         unlisted_states: States that the loss changes and that are not arguments.
         draws_from_no_layer: Whether it draws from Keras' global generator, whose state is not an argument.
         weight_gradients: Those of the parameters, as tensors of the graph.
-        varying: Tensors of the graph that differ between micro-batches.
+        kinds: The kind of each lookup of each of them.
     """
 
     num_divisors: int
@@ -114,7 +115,7 @@ class LossTrace:
     unlisted_states: tuple[Any, ...]
     draws_from_no_layer: bool
     weight_gradients: tuple[Any, ...]
-    varying: tuple[tf.Tensor, ...]
+    kinds: Kinds
 
 
 def trace_loss(loss: ModelLoss, outputs: Any, batch: Any, variables: LossVariables) -> tuple[Any, LossTrace]:
@@ -196,7 +197,8 @@ def _body(
         if loss.training:
             with follow_data() if any(flow.is_in_pieces for flow in flows) else contextlib.nullcontext():
                 found = tf.gradients(value, [*flat, *given.parameters], tf.cast(given.scale, value.dtype))
-    in_order, of_weights = iter(found[: len(flat)]), list(map(by_lookup, found[len(flat) :]))
+    in_order, of_parameters = iter(found[: len(flat)]), found[len(flat) :]  # none in inference
+    of_weights, kinds = by_lookups(of_parameters, variables.parameters[: len(of_parameters)], _sources(flows, given))
     of_outputs = [
         _gradient(parts, flow, in_order) if loss.training else None for parts, flow in zip(sources, flows, strict=True)
     ]
@@ -207,15 +209,23 @@ def _body(
         tuple(new is not old for new, old in zip(metric_states, given.metric_states, strict=True)),
         _unlisted_states(loss.model, variables, scope),
         random_state.draws_from_no_layer(scope, variables.layer_states),
-        tuple(of_weights),
-        tuple(tensors_of([*given[:5], given.number, given.num_counted, given.size])),
+        of_weights,
+        kinds,
     )
     # The total of a tracker is the loss times the number of examples, its count that number.
     logged = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
     if loss.reduction.is_own(loss.training):  # then it is the mean of the micro-batch
         logged = [one * tf.cast(given.num_counted / given.num_examples, one.dtype) for one in logged]
     dense = [gradient for gradient in of_outputs if gradient is not None]
-    return LossResults(value, logged, dense, metric_states, layer_states, of_weights), trace
+    return LossResults(value, logged, dense, metric_states, layer_states, list(of_weights)), trace
+
+
+def _sources(flows: Sequence[ValueSpec], given: LossArguments) -> Sources:
+    """Return what the arguments of the loss depend on; a state may differ between micro-batches."""
+    pairs = zip(flows, given.outputs, strict=True)
+    known = {one.ref(): flow.source for flow, output in pairs for one in tensors_of(output)}
+    known |= {one.ref(): Source.POSITIONS for one in (*given.metric_states, *given.layer_states)}
+    return Sources(known | {one.ref(): Source.CONSTANT for one in given.parameters})
 
 
 def _gradient(parts: Sequence[tf.Tensor], flow: ValueSpec, found: Iterator[Any]) -> Any:

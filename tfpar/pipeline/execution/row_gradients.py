@@ -11,34 +11,39 @@ import tensorflow as tf
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.peers import Peers
 from tfpar.reduction import indexed_slices
-from tfpar.reduction.gradient_addition import reached_from, sum_of
+from tfpar.reduction.gradient_addition import sum_of
 from tfpar.reduction.indexed_slices import RowSlices
+from tfpar.reduction.row_numbers import Sources
 
-Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and lookup
-
-
-def by_lookup(gradient: Any) -> Any:
-    """Return the rows of each lookup of an IndexedSlices gradient, during a trace; a dense gradient as it is."""
-    return tuple(indexed_slices.split_lookups(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
+Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and lookup, none for a dense gradient
 
 
-def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]) -> Kinds:
-    """Return the kinds of the lookups of each gradient, None for one that the graph does not determine.
+def by_lookup(gradient: Any, weight: Any, kinds: Sequence[indexed_slices.Kind | None]) -> Any:
+    """Return a gradient as a tuple with the rows of each lookup, as a tensor, or None.
 
     Args:
-        graph: The traced graph.
-        gradients: As `by_lookup` returns them.
-        given: Tensors that differ between micro-batches.
+        gradient: The gradient of one weight.
+        weight: The weight, for a warning where its rows become a tensor.
+        kinds: The kinds of its lookups, as far as known.
     """
-    # Lookups of positions do not depend on the examples; random numbers differ between micro-batches.
-    drawn = [tensor for op in graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
-    varying = reached_from([*given, *drawn])
-    return tuple(
-        tuple(indexed_slices.known_kind(rows.indices) if rows.indices.op in varying else "equal" for rows in gradient)
-        if isinstance(gradient, tuple)
-        else ()
-        for gradient in gradients
-    )
+    lookups = indexed_slices.lookups_of(gradient, weight, kinds)
+    if lookups is not None:
+        return lookups.rows
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def by_lookups(gradients: Sequence[Any], weights: Sequence[Any], sources: Sources) -> tuple[tuple[Any, ...], Kinds]:
+    """Return traced gradients as `by_lookup` does, and the kinds of the lookups of each.
+
+    Args:
+        gradients: The gradient of each weight.
+        weights: The weights.
+        sources: What the tensors of their graph depend on.
+    """
+    kinds = [indexed_slices.kinds_of(gradient, sources) for gradient in gradients]
+    found = tuple(by_lookup(*one) for one in zip(gradients, weights, kinds, strict=True))
+    pairs = zip(found, kinds, strict=True)
+    return found, tuple(tuple(of_one) if isinstance(gradient, tuple) else () for gradient, of_one in pairs)
 
 
 class RowSums:

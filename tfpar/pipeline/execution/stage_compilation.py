@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfpar._compat import keras_metrics, random_state, tf_divided_memory, tf_graph
 from tfpar.pipeline.execution.divided_calls import refuse_divided
 from tfpar.pipeline.execution.python_functions import refuse_python
-from tfpar.pipeline.execution.row_gradients import known_kinds
 from tfpar.pipeline.execution.row_padding import can_pad, outputs_per_example
 from tfpar.pipeline.execution.stage_functions import StageFunctions
 from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram
@@ -116,10 +115,9 @@ def _program(
     if any(per_example):
         per_example = outputs_per_example(trace, subgraphs[0])
     pads = bool(per_example) and can_pad(trace, per_example, with_lookups=options.pads_lookups)
-    kinds = known_kinds(trace.graph, trace.backward.weight_gradients, tensors_of([trace.values, trace.place]))
     functions = StageFunctions(trace, subgraphs, input_specs, num_parameters, devices, pads=pads)
     return StageProgram(
-        stage, input_specs, devices, options.groups, variables, metric_states, trace, kinds, subgraphs, functions,
+        stage, input_specs, devices, options.groups, variables, metric_states, trace, subgraphs, functions,
         per_example, pads, options.shards_weights,
     )  # fmt: skip
 

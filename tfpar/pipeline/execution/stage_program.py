@@ -77,7 +77,6 @@ class StageProgram:
         variables: The variables that it reads.
         metric_states: The `id` of each state of a metric that a layer holds.
         trace: The graph from which the subgraphs are extracted.
-        kinds: The kind of each lookup of each parameter; None for one that the graph does not determine.
         subgraphs: The forward pass; for training the backward pass; where it is apart, the weight gradient.
         functions: The same as compiled functions.
         per_example: Whether each output is known to have one row for each example.
@@ -92,7 +91,6 @@ class StageProgram:
     variables: StageVariables
     metric_states: frozenset[int]
     trace: StageTrace
-    kinds: Kinds
     subgraphs: Sequence[Subgraph]
     functions: StageFunctions
     per_example: Sequence[bool]
@@ -113,6 +111,11 @@ class StageProgram:
     def states(self) -> Sequence[Any]:
         """All other variables."""
         return self.variables.states
+
+    @property
+    def kinds(self) -> Kinds:
+        """The kind of each lookup of each of `parameters`."""
+        return self.trace.backward.kinds
 
     @property
     def trains(self) -> bool:
@@ -265,16 +268,6 @@ class StageProgram:
         devices = self.groups.get(device, [device])
         functions = self.functions.on(devices)
         return dataclasses.replace(self, devices=devices, subgraphs=functions.subgraphs, functions=functions)
-
-    def without_xla(self) -> StageProgram:
-        """Return the same functions, not compiled by XLA, for trials with other numbers of examples than in steps."""
-        if not self.pads and not any(one.jit_compile for one in self.subgraphs):
-            return self
-        subgraphs = [dataclasses.replace(one, jit_compile=False) for one in self.subgraphs]
-        functions = StageFunctions(
-            self.trace, subgraphs, self.input_specs, len(self.parameters), self.devices, pads=False
-        )
-        return dataclasses.replace(self, subgraphs=subgraphs, functions=functions, pads=False)
 
     @property
     def _totals(self) -> list[tf.Tensor]:

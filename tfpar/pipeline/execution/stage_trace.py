@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpar.pipeline.execution.row_gradients import Kinds
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
-from tfpar.reduction.gradient_addition import tensors_of
+from tfpar.reduction.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.losses_in_call import Way
+from tfpar.reduction.row_numbers import Source, Sources
 
 
 class StageVariables(NamedTuple):
@@ -39,6 +41,7 @@ class BackwardTrace(NamedTuple):
         totals: A placeholder for the sum of earlier gradients of each parameter; None where it has no dense gradient,
             and where no micro-batch is earlier.
         sums: Each weight gradient, added to its total if it has one.
+        kinds: The kind of each lookup of each weight gradient.
     """
 
     output_gradients: tuple[Any, ...]
@@ -46,6 +49,7 @@ class BackwardTrace(NamedTuple):
     weight_gradients: tuple[Any, ...]
     totals: tuple[tf.Tensor | None, ...]
     sums: tuple[Any, ...]
+    kinds: Kinds
 
     @property
     def dense_sums(self) -> list[tf.Tensor]:
@@ -73,6 +77,7 @@ class StageTrace:
         unmasked: Whether each input has no mask afterwards: Keras' MultiHeadAttention removes those of its inputs.
         backward: The backward pass.
         devices: The device of each shard in the graph; one for a stage that is not divided.
+        sources: What the tensors of the graph depend on.
     """
 
     graph: Any
@@ -90,6 +95,7 @@ class StageTrace:
     unmasked: tuple[bool, ...]
     backward: BackwardTrace
     devices: Sequence[str]
+    sources: Sources
 
     @property
     def arguments(self) -> list[tf.Tensor]:
@@ -109,11 +115,19 @@ class StageTrace:
     @property
     def output_specs(self) -> list[ValueSpec]:
         """The spec of each output, in the order of the outputs of the stage."""
-        tensors = zip(self.outputs, self.masks, self.backward.output_gradients, self.activations, strict=True)
-        return [
-            ValueSpec(spec_of_output(output), spec_of_output(mask), gradient is not None, activation=activation)
-            for output, mask, gradient, activation in tensors
-        ]
+        found = []
+        gradients = self.backward.output_gradients
+        for output, mask, gradient, activation in zip(
+            self.outputs, self.masks, gradients, self.activations, strict=True
+        ):
+            specs = spec_of_output(output), spec_of_output(mask)
+            source = self._source(output)
+            found.append(ValueSpec(*specs, gradient is not None, activation=activation, source=source))
+        return found
+
+    def _source(self, output: Any) -> Source:
+        """Return what an output depends on; of scores in pieces the source of the first piece."""
+        return self.sources.of(dense_parts(output)[0])
 
 
 def with_untrained_weights(variables: StageVariables, trace: StageTrace) -> tuple[StageVariables, StageTrace]:
@@ -134,6 +148,7 @@ def with_untrained_weights(variables: StageVariables, trace: StageTrace) -> tupl
         weight_gradients=(*backward.weight_gradients, *none),
         totals=(*backward.totals, *none),
         sums=(*backward.sums, *none),
+        kinds=(*backward.kinds, *((),) * len(weights)),
     )
     in_order = (*parameters, *(value for _, value, _ in weights), *(value for _, value, _ in others))
     new_states = tuple(new for *_, new in others)

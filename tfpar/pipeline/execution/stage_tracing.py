@@ -27,7 +27,7 @@ from tfpar._compat import (
 )
 from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
 from tfpar.pipeline.execution.hidden_reads import hidden_reads
-from tfpar.pipeline.execution.row_gradients import by_lookup
+from tfpar.pipeline.execution.row_gradients import by_lookups
 from tfpar.pipeline.execution.stage_trace import BackwardTrace, StageTrace, StageVariables
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
 from tfpar.pipeline.execution.trace_record import trace_with_record
@@ -38,6 +38,7 @@ from tfpar.pipeline.partition.stages import Stage
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part
+from tfpar.reduction.row_numbers import Source, Sources
 
 Traces = MutableMapping[Hashable, StageTrace]
 
@@ -90,6 +91,7 @@ def trace_stage(
         values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
     ) -> tuple[Any, tuple[Hashable, StageTrace]]:
         graph, given = tf.compat.v1.get_default_graph(), variable_values[: variables.num_trained]
+        row_sources = _sources(inputs, values, given, variable_values[variables.num_trained :])
         variable_values = on_shards([*variables.parameters, *variables.states], variable_values, devices)
         tensors = _received(stage, inputs, values, device)
         forward = _forward_pass(stage, tensors, variables, variable_values, place, divided, device, training, ways)
@@ -107,13 +109,13 @@ def trace_stage(
             parameters = [*trained, *[None] * (len(variables.parameters) - len(trained))]
             with contextlib.nullcontext() if divided is None else follow_data():
                 backward = _differentiate(
-                    sent.outputs, needs_gradient, sent.losses, scale, sources, parameters,
-                    training=training, accumulates=accumulates,
+                    sent.outputs, needs_gradient, sent.losses, scale, sources, parameters, variables.parameters,
+                    row_sources, training=training, accumulates=accumulates,
                 )  # fmt: skip
         trace = StageTrace(
             graph, tuple(values), tuple(variable_values), place, scale, sent.outputs, sent.activations, sent.masks,
             forward.new_states, sent.losses, forward.ways, forward.draws_from_no_layer, sent.unmasked, backward,
-            devices,
+            devices, row_sources,
         )  # fmt: skip
         return tensors_of([sent.outputs, backward.input_gradients, backward.sums]), (key, trace)
 
@@ -122,6 +124,15 @@ def trace_stage(
     scale = tf.TensorSpec([None], keras.config.floatx())
     _, (key, trace) = trace_with_record(_concrete_function, body, specs, variable_specs, Place.specs(), scale)
     return trace if key is None else traces.setdefault(key, trace)
+
+
+def _sources(
+    inputs: Sequence[ValueSpec], values: Sequence[Any], trained: Sequence[tf.Tensor], states: Sequence[tf.Tensor]
+) -> Sources:
+    """Return what the arguments of a stage depend on; a state may differ between micro-batches."""
+    known = {one.ref(): spec.source for spec, value in zip(inputs, values, strict=False) for one in tensors_of(value)}
+    known |= {one.ref(): Source.CONSTANT for one in trained}
+    return Sources(known | {one.ref(): Source.POSITIONS for one in states})
 
 
 def _received(
@@ -299,7 +310,8 @@ def _check_losses_in_call(
 
 def _differentiate(
     outputs: Sequence[Any], needs_gradient: Sequence[bool], losses: Sequence[tf.Tensor], scale: tf.Tensor,
-    sources: Sequence[Any], parameters: Sequence[tf.Tensor | None], *, training: bool, accumulates: bool,
+    sources: Sequence[Any], parameters: Sequence[tf.Tensor | None], weights: Sequence[Any], row_sources: Sources, *,
+    training: bool, accumulates: bool,
 ) -> BackwardTrace:  # fmt: skip
     """Add the backward pass to the graph that is being traced."""
     given = [source for source in sources if source is not None]
@@ -318,7 +330,8 @@ def _differentiate(
     dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in found[: len(given)]]
     in_order = iter([*dense, *found[len(given) :]])
     input_gradients = tuple(None if source is None else next(in_order) for source in sources)
-    weight_gradients = tuple(None if one is None else by_lookup(next(in_order)) for one in parameters)
+    of_weights = [None if one is None else next(in_order) for one in parameters]
+    weight_gradients, kinds = by_lookups(of_weights, weights, row_sources)
     # A sum is added while its gradient is in the processor's cache, and overwrites its memory.
     totals, sums = list[Any](), list[Any]()
     for parameter, gradient in zip(parameters, weight_gradients, strict=True):
@@ -329,7 +342,7 @@ def _differentiate(
                 added = total + gradient
         totals.append(total)
         sums.append(added)
-    return BackwardTrace(upstream, input_gradients, weight_gradients, tuple(totals), tuple(sums))
+    return BackwardTrace(upstream, input_gradients, weight_gradients, tuple(totals), tuple(sums), kinds)
 
 
 def _upstream(output: Any, reached: Container[tf.Operation]) -> Any:

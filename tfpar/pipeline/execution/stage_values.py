@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfpar._compat import keras_model, keras_probabilities
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import sum_of
+from tfpar.reduction.row_numbers import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ValueSpec:
         needs_gradient: Whether the backward pass computes its gradient.
         per_example: Whether it is known to have one row for each example.
         activation: The activation of probabilities that are sent as logits; an empty text for others.
+        source: What its elements depend on, which may be row numbers of a later stage.
     """
 
     spec: Any
@@ -37,6 +39,7 @@ class ValueSpec:
     needs_gradient: bool = False
     per_example: bool = False
     activation: str = ""
+    source: Source = Source.EXAMPLES
 
     @property
     def is_in_pieces(self) -> bool:

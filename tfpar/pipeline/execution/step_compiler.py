@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,10 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model
 from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
-from tfpar.pipeline.execution.lookup_trials import infer_lookup_kinds, kinds_of, with_kinds
 from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
 from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
 from tfpar.pipeline.execution.stage_chain import StepPrograms
 from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
-from tfpar.pipeline.graph.trial_batch import Examples
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.loss_reduction import LossReduction
 
@@ -31,7 +28,6 @@ class StepCompiler:
         num_microbatches: The number of micro-batches of a global batch.
         other_devices: The device of each stage on each further replica of the pipeline.
         agree: Returns the chief's value of a JSON structure, in a job of several workers; None in one process.
-        allow_batch_dependence: Whether micro-batches may change what layers compute.
     """
 
     def __init__(
@@ -40,15 +36,11 @@ class StepCompiler:
         num_microbatches: int,
         other_devices: Sequence[Sequence[str]] = (),
         agree: Callable[[Any], Any] | None = None,
-        *,
-        allow_batch_dependence: bool,
     ) -> None:
         self.staged = stages.staged
         self.compilation = keras_model.compilation(self.staged.model)
-        self.examples = Examples()
         self._stages, self._num_microbatches, self.other_devices = stages, num_microbatches, other_devices
         self._agree = agree
-        self._allow_batch_dependence = allow_batch_dependence or num_microbatches == 1
         divides = num_microbatches > 1 or bool(other_devices) or agree is not None
         self.losses = LossReduction(self.staged.model, communicates=False, divides=divides)
         self._compiled: dict[Any, list[StepPrograms]] = {}
@@ -82,12 +74,12 @@ class StepCompiler:
             training: Whether the model is trained.
 
         Raises:
-            ValueError: If micro-batches would change a lookup, or a user's own `compute_loss` meets other losses.
+            ValueError: If a user's own `compute_loss` meets other losses.
         """
         specs = _specs(batch)
         key = (training, str(specs))  # the trained weights are fixed when a step is first traced, as in Keras
         if key not in self._compiled:
-            compiled = self._compile(batch, specs, training=training)
+            compiled = self._compile(specs, training=training)
             self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
             self._compiled[key] = compiled
         return self._compiled[key]
@@ -96,7 +88,7 @@ class StepCompiler:
         """Return whether the programs of a batch are in the cache; the arguments as `compile_replicas`."""
         return (training, str(_specs(batch))) in self._compiled
 
-    def _compile(self, batch: Any, specs: Any, *, training: bool) -> list[StepPrograms]:
+    def _compile(self, specs: Any, *, training: bool) -> list[StepPrograms]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
         specs = taken_after_stages(self.staged.model, specs)
         programs = self.stages(inputs, training=training)
@@ -104,12 +96,6 @@ class StepCompiler:
         if training:
             live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
             programs = self._stages.without_dead_ends(programs, live)
-            examples = self.examples.like(batch)
-            programs, loss = infer_lookup_kinds(
-                programs, loss, examples, self.staged.flat_inputs, allow_batch_dependence=self._allow_batch_dependence
-            )
-        if training and self._agree is not None:
-            programs, loss = with_kinds(programs, loss, self._agree(kinds_of(programs, loss)))
         check_own_loss(self.staged.model, programs)
         metrics = self._compile_metrics(programs, specs, in_place=self._agree is None)
         compiled = [StepPrograms(programs, loss, metrics)]
@@ -117,7 +103,7 @@ class StepCompiler:
             other = programs.on(devices)
             same = self._compile_loss(other, specs, training=training)
             metrics = self._compile_metrics(other, specs, in_place=False)
-            compiled.append(StepPrograms(other, dataclasses.replace(same, kinds=loss.kinds), metrics))
+            compiled.append(StepPrograms(other, same, metrics))
         return compiled
 
     def _compile_metrics(self, programs: Programs, specs: Any, *, in_place: bool) -> MetricsUpdate | None:

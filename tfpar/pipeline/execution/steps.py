@@ -56,13 +56,12 @@ class PipelineSteps:
             self._usual_sizes = {training: tf.Variable(0, dtype=tf.int64) for training in (True, False)}
 
     def keep_first(self, batch: Any, training: bool) -> None:
-        """Keep what later batches need of the first one: examples for trials, and the size of micro-batches.
+        """Keep the size of the micro-batches of the first batch for later ones.
 
         Args:
             batch: The first global batch of the data.
             training: Whether train steps follow, or evaluate or predict steps.
         """
-        self.compiler.examples.keep(_plain(batch))
         self._usual_sizes[training].assign(-(-data.num_rows(batch) // self._schedule.num_microbatches))
 
     @functools.cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -39,68 +39,6 @@ def trial_examples(inputs: Sequence[Any], changed: bool = True) -> list[Any]:
     return [_varied(tensor) for tensor in taken] if changed else taken
 
 
-def first_examples(batch: Any) -> Any:
-    """Return the first examples of a batch, at most four.
-
-    Args:
-        batch: Tensors in any structure, `[batch, ...]` each.
-
-    Example:
-        >>> first_examples(tf.range(8)).numpy()
-        array([0, 1, 2, 3], dtype=int32)
-    """
-    return data.take_rows(batch, 0, min(NUM_EXAMPLES, int(data.num_rows(batch))))
-
-
-class Examples:
-    """The first examples of batches, one for each structure of a batch, for trial runs of steps.
-
-    Example:
-        >>> examples = Examples()
-        >>> examples.keep(tf.range(8.0))
-        >>> examples.like(tf.zeros([5])).numpy()  # of a batch of the same kind
-        array([0., 1., 2., 3.], dtype=float32)
-    """
-
-    def __init__(self) -> None:
-        self._examples: dict[str, Any] = {}
-
-    def keep(self, batch: Any) -> None:
-        """Store the first examples of a batch, and replace those of the last batch of the same structure.
-
-        Args:
-            batch: Tensors in any structure, `[batch, ...]` each.
-        """
-        self._examples[_structure(batch)] = first_examples(batch)
-
-    def like(self, batch: Any) -> Any:
-        """Return the stored examples for the structure of a batch; the batch's own if there are none.
-
-        Args:
-            batch: Tensors in any structure. They may be symbolic if examples are stored.
-        """
-        if _structure(batch) not in self._examples:
-            self.keep(batch)
-        return tf.nest.pack_sequence_as(batch, tf.nest.flatten(self._examples[_structure(batch)]))
-
-
-def pairs_of_parts(batch: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of parts of a batch of equal size: the first and the second part, and each part twice.
-
-    Args:
-        batch: Tensors in any structure, `[examples, ...]` each.
-
-    Example:
-        >>> [(one.numpy().tolist(), other.numpy().tolist()) for one, other in pairs_of_parts(tf.range(4))]
-        [([0, 1], [2, 3]), ([0, 1], [0, 1]), ([2, 3], [2, 3])]
-    """
-    size = min(NUM_EXAMPLES, int(data.num_rows(batch)))
-    half = max(1, size // 2)
-    one = data.take_rows(batch, 0, half)
-    other = data.take_rows(batch, half, 2 * half) if size > 1 else one
-    return [(one, other), (one, one), (other, other)]
-
-
 @contextlib.contextmanager
 def moving_statistics(of_synchronized: bool = False) -> Iterator[None]:
     """Use the moving statistics of BatchNormalization in a context, also in training.
@@ -122,15 +60,6 @@ def moving_statistics(of_synchronized: bool = False) -> Iterator[None]:
 
     with mock.patch.object(keras.layers.BatchNormalization, "call", normalize):
         yield
-
-
-def _structure(batch: Any) -> str:
-    """Return the structure of a batch; a named tuple has that of a tuple, which replaces it in steps."""
-    if isinstance(batch, Mapping):
-        return str({key: _structure(batch[key]) for key in sorted(batch)})
-    if isinstance(batch, tuple | list):
-        return str([_structure(part) for part in batch])
-    return str(batch is not None)
 
 
 def _permutations(tensor: Any) -> Any:

@@ -248,10 +248,6 @@ class MultiWorker(Worker, DataParallel):
         # With local SGD a replica trains on its own examples, also in layers that mix them.
         return super()._engine(kind)._replace(accepts_mixing=self._averaging is not None and kind == "train")
 
-    def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
-        if self._averaging is None:  # local SGD reduces no gradients
-            super()._find_lookup_kinds(model, batch)
-
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Return the chief's verdict, or what follows from those of all workers where they differ."""
         message = verdict.to_json().encode()

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model
 from tfpar.per_model import PerModel
-from tfpar.strategies.lookup_trials import may_look_up
+from tfpar.reduction.gradient_addition import dense_parts
 from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.strategy import TensorParallel, devices_of
 from tfpar.strategies.tensor_parallel.table_copies import TableCopies, Tables, find_tables
+from tfpar.strategies.traced_rows import may_look_up
 
 
 class TensorParallelReplicas(TensorParallel):
@@ -54,7 +54,7 @@ class TensorParallelReplicas(TensorParallel):
         """Refuse layers that use the whole batch, and find the lookups whose rows replicas must add.
 
         Raises:
-            ValueError: If a layer uses the whole batch, or replicas cannot add the rows of a lookup exactly.
+            ValueError: If a layer uses the whole batch.
         """
         super().study(model, batch, kind)
         if kind == "train" and self.num_replicas > 1:
@@ -65,14 +65,13 @@ class TensorParallelReplicas(TensorParallel):
     def _gradients_of_one(
         self, model: keras.Model, batch: Any, copying: Callable[[tf.GradientTape], TableCopies] | None
     ) -> list[Any]:
-        """Return the gradients of a batch on the first replica alone: of all pieces, or of the copies of tables."""
-        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        """Return the gradients of the outputs of the first replica with respect to all pieces."""
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         alone = self._divided[model]._replace(replicas=self._replicas[:1])
         with tf.GradientTape() as tape, tf.device(self.devices[0]):
-            copies = copying(tape) if copying else None
-            outputs = alone.call(inputs, training=True, copies=copies)
-            loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
-        return list(tape.gradient(loss, copies.sources)) if copies else updates.gradients(tape, loss, model)
+            outputs = dense_parts(alone.call(inputs, True, copying(tape) if copying else None))
+            total = [tf.reduce_sum(output) for output in outputs if output.dtype.is_floating]
+        return updates.gradients(tape, total, model)
 
     def _copies(self, model: keras.Model, tape: tf.GradientTape) -> TableCopies | None:
         tables = self._tables.get(model)

@@ -8,27 +8,27 @@ reads a copy, whose gradient is that of the replica alone:
     table ──┤                                              ├─► gradient of rows 0 1 2, their sum
             └─► copy   replica 1   gradient of rows 0 1 2 ─┘
 
-TensorFlow lists the lookups of one weight in an order that depends on how the weight is read. So the trial that finds
-the kinds of lookups reads copies of the tables, as the steps do.
+A weight is a table if the trace of a call before the first step has such lookups.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_divided_memory
-from tfpar.pipeline.execution.row_gradients import added, joined, numbered
+from tfpar.pipeline.execution.row_gradients import added, by_lookup, joined, numbered
 from tfpar.reduction.gradient_addition import plus
-from tfpar.reduction.indexed_slices import Kind
-from tfpar.strategies.gradient_sums import lookups_of
-from tfpar.strategies.lookup_trials import find_kinds
+from tfpar.reduction.indexed_slices import Kind, kinds_of
+from tfpar.reduction.row_numbers import Sources
 from tfpar.strategies.tensor_parallel.pieces import sent
+from tfpar.strategies.traced_rows import common, traced_kinds
 
 
 class Tables(NamedTuple):
@@ -37,56 +37,55 @@ class Tables(NamedTuple):
     Args:
         pieces: The pieces of each table in turn; a table that is not divided is its own piece.
         places: The place of each among the pieces of all trained weights.
-        kinds: The kinds of the lookups of each piece.
+        eager_kinds: The kind of the rows of each piece in eager gradients.
+        dense: By their places, pieces of other weights whose gradients become dense: replicas cannot match their rows.
         num_pieces: The number of the pieces of all trained weights.
-        failure: Why the tables are not known; empty if they are.
     """
 
     pieces: Sequence[keras.Variable] = ()
     places: Sequence[int] = ()
-    kinds: tuple[tuple[Kind, ...], ...] = ()
+    eager_kinds: Sequence[Kind | None] = ()
+    dense: Mapping[int, keras.Variable] = MappingProxyType({})
     num_pieces: int = 0
-    failure: str = ""
 
 
 Gradients = Callable[[Any, Callable[[tf.GradientTape], "TableCopies"] | None], Sequence[Any]]
 
 
 def find_tables(model: keras.Model, batch: Any, gradients: Gradients) -> Tables:
-    """Return the tables of a model, from trials on a few examples.
+    """Return the tables of a model, from traces of its call.
 
     Args:
         model: A built and compiled model.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given.
-        gradients: Returns for a batch the gradients of the pieces of the trained weights without replicas; or those of
-            copies, which a function returns for a tape.
-
-    Raises:
-        ValueError: If row numbers of a part of a batch can differ from those of the whole batch, or a layer hides the
-            gradient of a table.
+        gradients: Returns for a batch the gradients of the outputs with respect to the pieces of the trained weights,
+            without replicas; a function returns, for a tape, copies of tables to read instead.
     """
-    weights = [(weight, tf_divided_memory.pieces_of(weight)) for weight in model.trainable_variables]
-    pieces = [piece for _, of_one in weights for piece in of_one]
-    owners = [weight for weight, of_one in weights for _ in of_one]
-    found = find_kinds(lambda part: gradients(part, None), pieces, model.run_eagerly, batch)
-    if found.failure:
-        return Tables(num_pieces=len(pieces), failure=found.failure)
-    are_tables = {id(owner) for owner, kinds in zip(owners, found.kinds, strict=True) if {*kinds} - {"listed"}}
-    places = [place for place, owner in enumerate(owners) if id(owner) in are_tables]
-    tables = Tables([pieces[place] for place in places], places, ((),) * len(places), len(pieces))
-    if not places:
+    pieces = [piece for weight in model.trainable_variables for piece in tf_divided_memory.pieces_of(weight)]
+    try:
+        found = traced_kinds(lambda part: gradients(part, None), batch)
+    except Exception:
+        if not model.run_eagerly:
+            raise
+        return Tables(dense=dict(enumerate(pieces)), num_pieces=len(pieces))  # it may need values
+    shared = {place: kinds for place, kinds in enumerate(found) if {*kinds} - {"listed"}}
+    unknown = {place for place, kinds in shared.items() if None in kinds or (model.run_eagerly and not common(kinds))}
+    tables = _tables(pieces, shared, unknown)
+    if not tables.pieces:
         return tables
+    # keras.RematScope and custom gradients of a function that reads a table hide the gradient of its copy.
     copying = functools.partial(TableCopies, tables)
-    again = find_kinds(lambda part: gradients(part, copying), tables.pieces, model.run_eagerly, batch)
-    for place, kinds in zip(places, again.kinds or [[]] * len(places), strict=True):
-        if sorted(kinds) != sorted(found.kinds[place]):
-            raise ValueError(
-                f"Replicas add the rows of the table {owners[place].path!r} by the gradients of copies, which "
-                "keras.RematScope and custom gradients of a function that reads it hide. Look up its rows outside of "
-                "these, or use TensorParallel without replicas."
-            )
-    only_first = 1 if model.run_eagerly else None  # an eager gradient has the rows of all lookups, of one kind
-    return tables._replace(kinds=tuple(tuple(kinds[:only_first]) for kinds in again.kinds))
+    hidden = traced_kinds(lambda part: gradients(part, copying), batch)
+    return _tables(pieces, shared, unknown | {place for place in tables.places if {*hidden[place]} - {"listed"}})
+
+
+def _tables(
+    pieces: Sequence[keras.Variable], shared: Mapping[int, Sequence[Kind | None]], unknown: Collection[int]
+) -> Tables:
+    places = [place for place in shared if place not in unknown]
+    kinds = [common(shared[place]) for place in places]
+    dense = {place: pieces[place] for place in unknown}
+    return Tables([pieces[place] for place in places], places, kinds, dense, len(pieces))
 
 
 class TableCopies:
@@ -134,27 +133,36 @@ class TableCopies:
             of_copies: The gradients of `sources`.
 
         Raises:
-            ValueError: If the trial failed, and a gradient has lookups; or other weights are trained now.
+            ValueError: If other weights are trained now.
         """
-        pieces, places, kinds, num_pieces, failure = self._tables
+        pieces, places, eager_kinds, dense, num_pieces = self._tables
         if len(gradients) != num_pieces:
             raise ValueError(
                 f"The trained weights are those of the compilation, received {len(gradients)} pieces in place of "
                 f"{num_pieces}. Call compile() after a change of `trainable`."
             )
-        for gradient in gradients if failure else ():
-            lookups_of(gradient, [], failure)
+        own = [
+            by_lookup(gradient, dense[place], ()) if place in dense else gradient
+            for place, gradient in enumerate(gradients)
+        ]
         if not pieces:
-            return list(gradients)
+            return own
         parts = [of_copies[start : start + len(pieces)] for start in range(0, len(of_copies), len(pieces))]
-        rows = [[_by_lookup(*one) for one in zip(part, kinds, strict=True)] for part in parts]
+        sources = Sources()
+        kinds = [
+            [kind] if tf.executing_eagerly() else kinds_of(gradient, sources)
+            for kind, gradient in zip(eager_kinds, parts[0], strict=True)
+        ]
+        rows = [[_numbered(*one) for one in zip(part, pieces, kinds, strict=True)] for part in parts]
         # A batch of another structure may have a dense gradient.
-        of_rows = tuple(one if isinstance(first, tuple) else () for one, first in zip(kinds, rows[0], strict=True))
+        pairs = zip(kinds, rows[0], strict=True)
+        of_rows = tuple(tuple(one) if isinstance(first, tuple) else () for one, first in pairs)
         sums = dict(zip(places, joined(added(rows, of_rows, pieces), of_rows, pieces), strict=True))
         # A regularizer of the loss reads the table.
-        return [plus(sums.get(place), gradient) for place, gradient in enumerate(gradients)]
+        return [plus(sums.get(place), gradient) for place, gradient in enumerate(own)]
 
 
-def _by_lookup(gradient: Any, kinds: Sequence[Kind]) -> Any:
-    """Return the rows of each lookup of a gradient, or a dense gradient as it is."""
-    return tuple(numbered(rows, kind) for rows, kind in lookups_of(gradient, kinds, "")) or gradient
+def _numbered(gradient: Any, piece: keras.Variable, kinds: Sequence[Kind | None]) -> Any:
+    """Return the rows of each lookup of a gradient, or a dense gradient."""
+    rows = by_lookup(gradient, piece, kinds)
+    return tuple(map(numbered, rows, kinds)) if isinstance(rows, tuple) else rows

@@ -89,14 +89,12 @@ def check_optimizer(model: keras.Model, strategy: str = "TensorParallel") -> Non
         )
 
 
-def gradients(
-    tape: tf.GradientTape, loss: tf.Tensor, model: keras.Model, copies: TableCopies | None = None
-) -> list[Any]:
+def gradients(tape: tf.GradientTape, loss: Any, model: keras.Model, copies: TableCopies | None = None) -> list[Any]:
     """Return the gradient of each piece of the trained weights, on its device.
 
     Args:
         tape: The tape of the forward pass.
-        loss: The scaled loss.
+        loss: The scaled loss, or several scalars.
         model: The model.
         copies: The copies of tables that replicas have read; None without tables.
     """
