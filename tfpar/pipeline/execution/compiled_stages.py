@@ -175,7 +175,8 @@ class StagesOfModel:
             # XLA compiles the operations of one device.
             jit_compile=bool(model.jit_compile) and not self._divided,
             pads=bool(model.jit_compile) and not self._divided and self._pads,
-            # Keras' own optimizers add the rows of the same number; one of the user may count them.
+            # An added row is zero, and adds nothing in Keras' own optimizers, which square each row of the same number
+            # separately; one of the user may count the rows.
             pads_lookups=not training or keras_model.is_of_keras(keras_variables.innermost(model.optimizer)),
             model_variables=model.variables,
             divided=self._divided,

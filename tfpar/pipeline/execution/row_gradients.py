@@ -29,7 +29,10 @@ def by_lookup(gradient: Any, weight: Any, kinds: Sequence[indexed_slices.Kind | 
     lookups = indexed_slices.lookups_of(gradient, weight, kinds)
     if lookups is not None:
         return lookups.rows
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = tf.convert_to_tensor(gradient)
+        gradient.set_shape(weight.shape)  # a function hides it
+    return gradient
 
 
 def by_lookups(gradients: Sequence[Any], weights: Sequence[Any], sources: Sources) -> tuple[tuple[Any, ...], Kinds]:
