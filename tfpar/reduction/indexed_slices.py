@@ -52,21 +52,16 @@ _KINDS: dict[Source, Kind] = {
 }
 
 
-def kind_of(indices: tf.Tensor, sources: Sources) -> Kind | None:
-    """Return the kind of a lookup in a graph; None if it is unknown.
+def kinds_of(gradient: Any, sources: Sources) -> list[Kind | None]:
+    """Return the kind of each lookup of a gradient, None for an unknown one; none for a dense gradient.
 
     Args:
-        indices: The row numbers of the lookup.
-        sources: What the tensors of the graph depend on.
+        gradient: A traced gradient of one weight.
+        sources: What the tensors of its graph depend on.
     """
-    return _KINDS.get(sources.of(indices))
-
-
-def kinds_of(gradient: Any, sources: Sources) -> list[Kind | None]:
-    """Return the kind of each lookup of a traced gradient; the arguments are those of `lookups_of`."""
     if not isinstance(gradient, tf.IndexedSlices):
         return []
-    return [kind_of(one, sources) for one in _lookups(gradient.indices)]
+    return [_KINDS.get(sources.of(one)) for one in _lookups(gradient.indices)]
 
 
 def lookups_of(gradient: Any, weight: Any, kinds: Sequence[Kind | None]) -> Lookups | None:

@@ -50,6 +50,7 @@ _REDUCTIONS = {"Sum", "Mean", "Min", "Max", "Prod", "Any", "All", "ArgMin", "Arg
 _UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
 # The gradients of sums of looked-up rows list each row once.
 _ROWS_OF_SUMS = {f"SparseSegment{kind}GradV2" for kind in ("Sum", "Mean", "SqrtN")}
+# Different numbers stay different; Keras adds the number of rows to negative ones.
 _ONE_TO_ONE = {"Identity", "Cast", "AddV2", "Sub", "Neg", "SelectV2", "Less", "StopGradient", *_SAME_VALUES}
 _ARITHMETIC = {"AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "RealDiv", "Minimum", "Maximum", "Pow", "SelectV2"}
 _OF_ALL_REPLICAS, _OF_EACH = "tfpar_rows_of_all_replicas", "tfpar_rows_of_each_replica"
@@ -89,19 +90,18 @@ class Sources:
         """Return what a symbolic tensor depends on."""
         waiting = [tensor.op]
         while waiting:
-            op = waiting[-1]
-            before = [one.op for one in op.inputs if one.ref() not in self._known]
+            before = [one.op for one in waiting[-1].inputs if one.ref() not in self._known]
             if before:
                 waiting += before
             else:
-                waiting.pop()
-                found = self._results(op)
-                self._known |= {
-                    one.ref(): source
-                    for one, source in zip(op.outputs, found, strict=True)
-                    if one.ref() not in self._known
-                }
+                self._add(waiting.pop())
         return self._known[tensor.ref()]
+
+    def _add(self, op: Any) -> None:
+        if any(one.ref() not in self._known for one in op.outputs):
+            found = zip(op.outputs, self._results(op), strict=True)
+            for one, source in found:
+                self._known.setdefault(one.ref(), source)
 
     def _results(self, op: Any) -> Sequence[Source]:
         given = [self._known[one.ref()] for one in op.inputs]
@@ -145,7 +145,7 @@ def _result(op: Any, given: Sequence[Source]) -> Source:
     if name.startswith(_OF_EACH) or any(word in op.type for word in _RANDOM):
         return Source.EXAMPLES
     if op.type in _READS:
-        return _read(op, max(Source.POSITIONS, *given))
+        return Source.MIXED if largest == Source.DISTINCT else max(Source.POSITIONS, largest)
     if op.op_def.is_stateful and op.type not in _PURE:
         return Source.EXAMPLES
     if op.type in _RULES:
@@ -158,10 +158,6 @@ def _result(op: Any, given: Sequence[Source]) -> Source:
         others = [source for source in given if source != Source.DISTINCT]
         return Source.DISTINCT if op.type in _ONE_TO_ONE and max(others, default=0) <= Source.EXTENT else Source.MIXED
     return Source.MIXED if op.type in _ARITHMETIC and Source.MIXED in given else largest
-
-
-def _read(op: Any, source: Source) -> Source:
-    return Source.MIXED if source == Source.DISTINCT else source
 
 
 def _shape(op: Any, given: Sequence[Source]) -> Source:

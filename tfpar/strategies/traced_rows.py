@@ -72,7 +72,7 @@ def traced_kinds(gradients: Gradients, batch: Any, run: Run = lambda function: f
             with keras_variables.PenalizedScope(collect_losses=True):
                 found[:] = [kinds_of(one, sources) for one in gradients(part)]
 
-        with whole_batch.Trial().recording(size), keras_losses.local_losses():
+        with whole_batch.Recording().recording(size), keras_losses.local_losses():
             run(here)
 
     tf.function(traced, autograph=False).get_concrete_function(list(map(spec_of, given)))
