@@ -6,12 +6,14 @@ each of its replicas.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 
-def anonymous_handle(dtype: tf.DType) -> tf.Tensor:
-    """Return the handle of a new scalar variable on the device of the scope.
+def anonymous_handle(dtype: tf.DType, shape: Sequence[int | None] = ()) -> tf.Tensor:
+    """Return the handle of a new variable on the device of the scope.
 
     TensorFlow names an anonymous variable itself, and frees it with the last tensor and function that hold its handle
     (`MakeRefCountedHandle` in tensorflow/core/framework/resource_mgr.h). A finalizer in Python could run while a graph
@@ -19,5 +21,6 @@ def anonymous_handle(dtype: tf.DType) -> tf.Tensor:
 
     Args:
         dtype: The type of its value.
+        shape: The shape of its value.
     """
-    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], shared_name=context.anonymous_name())
+    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=context.anonymous_name())

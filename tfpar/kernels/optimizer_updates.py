@@ -1,13 +1,13 @@
 """Updates of weights by one operation of TensorFlow each, where it computes the formula of Keras' optimizer.
 
-Keras' Adam reads and writes memory in about ten operations a weight, `ResourceApplyAdam` in one. Not here, for want of
-a kernel with Keras' formula: RMSprop without momentum, whose kernel has a slot that Keras has not; Adagrad, whose
-epsilon Keras adds within the root; Nadam, Lion, Adafactor and others.
+Keras' Adam reads and writes memory in about ten operations a weight, `ResourceApplyAdam` in one. Nadam, Lion, Adafactor
+and others have no kernel with Keras' formula.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,13 +16,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_slot_memory
+from tfpar._compat import keras_slot_memory, tf_variables
+from tfpar.kernels import row_updates
 
 # The classes of Keras that have an `update_step` of their own to replace.
 REPLACED = (
     keras.optimizers.SGD,
     keras.optimizers.Adam,
     keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
     keras.optimizers.Adadelta,
     keras.optimizers.Ftrl,
     keras.optimizers.Adamax,
@@ -43,6 +45,8 @@ class Kernel:
         decays: Those of them, or others, that the operation subtracts from 1.
         powers: Hyperparameters to the power of the step, by argument; Keras casts them, through float32.
         adjust: Changes tensors before the operation; takes the tensors by argument, and the step.
+        by_rows: Takes `run`, a sparse gradient and the shape of the weight, and returns what runs in its place and the
+            tensor that it takes as `grad`; None where Keras' own update stays.
     """
 
     run: Callable[..., Any]
@@ -51,6 +55,7 @@ class Kernel:
     decays: tuple[Any, ...] = ()
     powers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     adjust: Callable[[dict[str, Any], tf.Tensor], None] = lambda tensors, step: None
+    by_rows: row_updates.ByRows | None = None
 
 
 def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
@@ -63,9 +68,7 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
         learning_rate: Of this update.
     """
     find = _KERNELS.get(type(optimizer))
-    if find is None or not isinstance(gradient, tf.Tensor) or variable.dtype not in _TYPES:
-        return False
-    if not gradient.shape.is_compatible_with(variable.shape):  # Keras broadcasts
+    if find is None or variable.dtype not in _TYPES or not _has_shape(gradient, variable.shape):
         return False
     kernel = find(optimizer, variable.dtype)
     if kernel is None or not _suits(kernel, variable.dtype):
@@ -73,10 +76,21 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
     handles = keras_slot_memory.handles(optimizer, variable, list(kernel.slots.values()))
     if handles is None:
         return False
-    kernel.run(**dict(zip(("var", *kernel.slots), handles, strict=True)), **_tensors(
-        kernel, optimizer, gradient, variable.dtype, learning_rate
-    ))  # fmt: skip
+    run, gradient = kernel.run, tf.cast(gradient, variable.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        if kernel.by_rows is None or "GPU" in variable.device:
+            return False
+        run, gradient = kernel.by_rows(run, gradient, variable.shape)
+    memory = dict(zip(("var", *kernel.slots), handles, strict=True))
+    run(**memory, **_tensors(kernel, optimizer, gradient, learning_rate))
     return True
+
+
+def _has_shape(gradient: Any, shape: tf.TensorShape) -> bool:
+    """Return whether a gradient has the shape of its weight; Keras broadcasts others."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return bool(gradient.values.shape[1:].is_compatible_with(shape[1:]))
+    return isinstance(gradient, tf.Tensor) and bool(gradient.shape.is_compatible_with(shape))
 
 
 def _suits(kernel: Kernel, dtype: tf.DType) -> bool:
@@ -97,12 +111,13 @@ def _complement_error(decay: float, dtype: tf.DType) -> float:
     return 0.0 if decay == 1 else float(number(1) - number(decay)) / (1 - decay) - 1
 
 
-def _tensors(kernel: Kernel, optimizer: Any, gradient: tf.Tensor, dtype: tf.DType, rate: Any) -> dict[str, Any]:
+def _tensors(kernel: Kernel, optimizer: Any, gradient: tf.Tensor, rate: Any) -> dict[str, Any]:
     """Return the inputs of an operation other than memory, with the values that Keras gives to them."""
+    dtype = gradient.dtype
     step = keras.ops.cast(optimizer.iterations + 1, dtype) if kernel.powers else None
     tensors = {name: tf.constant(value, dtype) for name, value in kernel.numbers.items()}
     tensors |= {name: tf.pow(keras.ops.cast(value, dtype), step) for name, value in kernel.powers.items()}
-    tensors |= {"lr": keras.ops.cast(rate, dtype), "grad": tf.cast(gradient, dtype)}
+    tensors |= {"lr": keras.ops.cast(rate, dtype), "grad": gradient}
     kernel.adjust(tensors, step)
     return tensors
 
@@ -117,23 +132,23 @@ def _sgd(optimizer: Any, dtype: tf.DType) -> Kernel | None:
         momentum = keras.ops.cast(optimizer.momentum, dtype)  # through float32, as in Keras
         return tf.raw_ops.ResourceApplyKerasMomentum(momentum=momentum, use_nesterov=bool(optimizer.nesterov), **inputs)
 
-    return Kernel(run, {"accum": "momentums"})
+    return Kernel(run, {"accum": "momentums"}, by_rows=row_updates.summed)
 
 
 def _adam(optimizer: Any, dtype: tf.DType) -> Kernel | None:
-    if not _is_number(optimizer.beta_2):
+    if not (_is_number(optimizer.beta_1) and _is_number(optimizer.beta_2)):
         return None
     run, slots = tf.raw_ops.ResourceApplyAdam, {"m": "momentums", "v": "velocities"}
     if optimizer.amsgrad:
         run, slots = tf.raw_ops.ResourceApplyAdamWithAmsgrad, slots | {"vhat": "velocity_hats"}
     numbers = {"beta1": optimizer.beta_1, "beta2": optimizer.beta_2, "epsilon": optimizer.epsilon}
     powers = {"beta1_power": optimizer.beta_1, "beta2_power": optimizer.beta_2}
+    by_rows = functools.partial(row_updates.of_adam, beta_1=optimizer.beta_1) if optimizer.beta_1 else None
+    kernel = Kernel(run, slots, numbers, (optimizer.beta_1, optimizer.beta_2), powers, by_rows=by_rows)
     error = _complement_error(optimizer.beta_2, dtype)
-    if abs(error) <= _EXACT:
-        return Kernel(run, slots, numbers, (optimizer.beta_1, optimizer.beta_2), powers)
-    if abs(error) > 2e-5:
-        return None
-    return Kernel(run, slots, numbers, (optimizer.beta_1,), powers, _exact_squares(optimizer.beta_2, error))
+    if _EXACT < abs(error) <= 2e-5:
+        return dataclasses.replace(kernel, decays=(optimizer.beta_1,), adjust=_exact_squares(optimizer.beta_2, error))
+    return kernel
 
 
 def _exact_squares(beta_2: float, error: float) -> Callable[[dict[str, Any], tf.Tensor], None]:
@@ -156,13 +171,34 @@ def _exact_squares(beta_2: float, error: float) -> Callable[[dict[str, Any], tf.
 
 
 def _rmsprop(optimizer: Any, dtype: tf.DType) -> Kernel | None:
-    if not _is_number(optimizer.momentum) or optimizer.momentum <= 0:
+    if not _is_number(optimizer.momentum):
         return None
-    run, slots = tf.raw_ops.ResourceApplyRMSProp, {"ms": "velocities", "mom": "momentums"}
+    run, slots = tf.raw_ops.ResourceApplyRMSProp, {"ms": "velocities"}
     if optimizer.centered:
         run, slots = tf.raw_ops.ResourceApplyCenteredRMSProp, slots | {"mg": "average_gradients"}
     numbers = {"rho": optimizer.rho, "momentum": optimizer.momentum, "epsilon": optimizer.epsilon}
-    return Kernel(run, slots, numbers, (optimizer.rho,))
+    if optimizer.momentum > 0:
+        return Kernel(run, slots | {"mom": "momentums"}, numbers, (optimizer.rho,))
+    by_rows = None if optimizer.centered else functools.partial(row_updates.of_rmsprop, rho=optimizer.rho)
+    run = functools.partial(_with_passing_momentum, run)
+    return Kernel(run, slots, numbers, (optimizer.rho,), by_rows=by_rows)
+
+
+def _with_passing_momentum(run: Callable[..., Any], **inputs: Any) -> None:
+    """Run an operation with a slot for a momentum of 0, which Keras has not: it has memory for this time alone."""
+    gradient = inputs["grad"]
+    slot = tf_variables.anonymous_handle(gradient.dtype, gradient.shape)
+    tf.raw_ops.AssignVariableOp(resource=slot, value=tf.zeros_like(gradient))
+    run(mom=slot, **inputs)
+
+
+def _adagrad(optimizer: Any, dtype: tf.DType) -> Kernel | None:
+    """Return the kernel where it does not matter that Keras adds epsilon within the root: 5e-7 at its defaults."""
+    epsilon, least = optimizer.epsilon, optimizer.initial_accumulator_value
+    if dtype != tf.float32 or not (_is_number(epsilon) and _is_number(least)) or not 0 <= epsilon <= 2 * least * _EXACT:
+        return None
+    by_rows = functools.partial(row_updates.of_adagrad, epsilon=epsilon)
+    return Kernel(tf.raw_ops.ResourceApplyAdagrad, {"accum": "accumulators"}, by_rows=by_rows)
 
 
 def _adadelta(optimizer: Any, dtype: tf.DType) -> Kernel:
@@ -200,6 +236,7 @@ _KERNELS: dict[type, Callable[[Any, tf.DType], Kernel | None]] = {
     keras.optimizers.Adam: _adam,
     keras.optimizers.AdamW: _adam,
     keras.optimizers.RMSprop: _rmsprop,
+    keras.optimizers.Adagrad: _adagrad,
     keras.optimizers.Adadelta: _adadelta,
     keras.optimizers.Ftrl: _ftrl,
     keras.optimizers.Adamax: _adamax,
