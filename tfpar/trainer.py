@@ -134,7 +134,9 @@ class Trainer:
             >>> print(preview)
             >>> preview.save("schedule.png")
         """
-        return self.strategy.preview(self.model, self.build(x, y, batch_size))
+        batch = self.build(x, y, batch_size)
+        with self._preparation.kernels():
+            return self.strategy.preview(self.model, batch)
 
     def study(self, x: Any, y: Any = None, batch_size: int | None = None) -> Study:
         """Find out before training how parts of a batch give the losses, metrics and states of the whole.
@@ -164,11 +166,12 @@ class Trainer:
         return Study(title, tuple(rows_of(self.model, verdict)), verdict)
 
     def __repr__(self) -> str:
-        """Return one line with the model, the optimizer, the number of steps and the strategy."""
+        """Return one line with the model, the optimizer, the number of steps, the strategy and the kernels."""
         model, optimizer = self.model, self.model.optimizer
         parameters = f"{model.count_params():,} parameters" if model.built else "parameters not yet counted"
         step = "" if optimizer is None else f", {type(optimizer).__name__}, step {int(optimizer.iterations.numpy()):,}"
-        return f"<Trainer of {model.name!r}, {parameters}{step}, on {self.strategy.describe()}>"
+        kernels = "" if self.fused else ", without fused kernels"
+        return f"<Trainer of {model.name!r}, {parameters}{step}, on {self.strategy.describe()}{kernels}>"
 
     def compile(self, *arguments: Any, **settings: Any) -> None:
         """Compile the model with another optimizer, loss or metrics, as `keras.Model.compile` does.

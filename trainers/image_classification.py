@@ -59,7 +59,10 @@ class ImageClassification(tfpar.Trainer):
         self.class_names = loaded.class_names
         recipe.set_precision(run.training.precision)
         super().__init__(
-            functools.partial(build_model, run, loaded.input_shape, loaded.num_classes), strategy, run.seed
+            functools.partial(build_model, run, loaded.input_shape, loaded.num_classes),
+            strategy,
+            run.seed,
+            fused=run.training.fused,
         )
 
 

@@ -65,7 +65,8 @@ class LanguageModel(tfpar.Trainer):
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples, self.sharding = loaded.num_train_examples, loaded.sharding
         recipe.set_precision(run.training.precision)
-        super().__init__(functools.partial(build_model, run, *loaded.input_shape), strategy, run.seed)
+        model_function = functools.partial(build_model, run, *loaded.input_shape)
+        super().__init__(model_function, strategy, run.seed, fused=run.training.fused)
 
     def report(self, results: dict[str, float]) -> str:
         """Say how far the model is below the entropy of single bytes, and let it write; the train command prints it.

@@ -51,7 +51,8 @@ class Regression(tfpar.Trainer):
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples, self.sharding = loaded.num_train_examples, loaded.sharding
         recipe.set_precision(run.training.precision)
-        super().__init__(functools.partial(build_model, run, loaded.input_shape), strategy, run.seed)
+        model_function = functools.partial(build_model, run, loaded.input_shape)
+        super().__init__(model_function, strategy, run.seed, fused=run.training.fused)
 
 
 def build_model(run: config.Run, row_shape: tuple[int, ...]) -> keras.Model:

@@ -72,7 +72,8 @@ class Tabular(tfpar.Trainer):
             self.train_data = _preprocessed(loaded.train, self.preprocessing)
             if loaded.validation is not None:
                 self.validation_data = _preprocessed(loaded.validation, self.preprocessing)
-        super().__init__(functools.partial(build_model, run, row_shape, loaded.num_classes), strategy, run.seed)
+        model_function = functools.partial(build_model, run, row_shape, loaded.num_classes)
+        super().__init__(model_function, strategy, run.seed, fused=run.training.fused)
 
     def save(self, path: str | Path) -> None:
         """Save the model as plain Keras, with the preprocessing of a table: it takes raw columns, by their names.

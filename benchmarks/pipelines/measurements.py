@@ -55,7 +55,7 @@ def _prediction_of(trainer: Any, dataset: Any) -> Any:
         trainer: A `tfpar.Trainer` of a pipeline.
         dataset: Batches of the size that the output is for.
     """
-    return trainer.strategy.predict_step_time(trainer.model, trainer.build(dataset))
+    return trainer.preview(dataset)
 
 
 def _batches(setting: Setting, num_rows: int) -> Any:

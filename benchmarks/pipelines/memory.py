@@ -11,30 +11,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from tfpar.pipeline.analysis.prediction import Prediction
 from tfpar.pipeline.schedule import Action
+from tfpar.strategies.preview import Preview
 
 Corner = tuple[float, float]  # seconds, bytes
 
 
-def together_bytes(prediction: Prediction) -> float:
+def together_bytes(preview: Preview) -> float:
     """Return the largest number of bytes of activations on all devices together at one time.
 
     `Timeline.peak_bytes` has the peak of each device, and devices have their peaks at different times. The recomputed
     activations of a backward pass grow until the forward pass has run again, and then shrink.
 
     Args:
-        prediction: A pipeline's predicted step, for a schedule without W.
+        preview: Of a pipeline, for a schedule without W.
     """
-    forms = list(_forms(prediction))
+    forms = list(_forms(preview))
     moments = {seconds for form in forms for seconds, _ in form}
     return max(sum(_height(form, moment) for form in forms) for moment in moments)
 
 
-def _forms(prediction: Prediction) -> Iterator[list[Corner]]:
+def _forms(preview: Preview) -> Iterator[list[Corner]]:
     """Draw what each micro-batch holds on each stage, as a line from corner to corner."""
-    durations = prediction.durations
-    times = {span.action: (span.begin_seconds, span.end_seconds) for span in prediction.planned.spans}
+    durations = preview.durations
+    times = {span.action: (span.begin_seconds, span.end_seconds) for span in preview.planned.spans}
     for kind, stage, microbatch in times:
         if kind == "F":
             kept_bytes, again_bytes = durations.activation_bytes[stage], durations.backward_temporary_bytes[stage]

@@ -14,7 +14,8 @@ from tensorflow.python.eager import context
 
 import tfpar
 from tests.support import parity_cases, small
-from tfpar import kernels
+from tfpar import config, kernels
+from tfpar.trainers.regression import Regression
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -269,16 +270,20 @@ def operations_of_fit(
 ) -> tuple[list[str], tfpar.Trainer]:
     """Return the kinds of the operations that ran in a training, and the trainer after it."""
     trainer = tfpar.Trainer(build, strategy, seed=0, **settings)
+    return operations_of(lambda: trainer.fit(data or small.data(), epochs=1, verbose=0)), trainer
+
+
+def operations_of(run: Callable[[], Any]) -> list[str]:
     context.context().enable_graph_collection()
     try:
-        trainer.fit(data or small.data(), epochs=1, verbose=0)
+        run()
         graphs = context.context().export_run_metadata().function_graphs
     finally:
         context.context().disable_graph_collection()
     found = [graph for graphs_of_one in graphs for graph in graphs_of_one.partition_graphs]
     nodes = [node for graph in found for node in graph.node]
     nodes += [node for graph in found for function in graph.library.function for node in function.node_def]
-    return [node.op for node in nodes], trainer
+    return [node.op for node in nodes]
 
 
 with_adam = parity_cases.classifier(lambda: optimizers.Adam(0.01))
@@ -330,6 +335,24 @@ def test_every_strategy_normalizes_batches_with_one_operation(name: str) -> None
 
 def test_batch_normalization_trains_as_under_keras_own_fit() -> None:
     small.assert_trains_as_one_device(images, of_images, STRATEGIES["single device"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_preview_measures_the_kernels_of_fit(fused: bool) -> None:
+    trainer = tfpar.Trainer(images, STRATEGIES["pipeline"](), seed=0, fused=fused)
+    operations = set(operations_of(lambda: trainer.preview(of_images())))
+    assert ("ResourceApplyKerasMomentum" in operations) == fused
+    assert any("FusedBatchNorm" in operation for operation in operations) == fused
+    assert ("fused" in repr(trainer)) == (not fused)
+
+
+def test_a_run_turns_fused_kernels_off() -> None:
+    settings = ["model.name=linear", "data.source=generated", "data.num_examples=64"]
+    fused = [
+        Regression(config.load(None, [*settings, *more]), tfpar.SingleDevice()).fused
+        for more in ([], ["training.fused=false"])
+    ]
+    assert fused == [True, False]
 
 
 def test_a_step_has_keras_own_operations_where_the_user_or_xla_wants_them() -> None:

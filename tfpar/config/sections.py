@@ -78,6 +78,7 @@ class Training(Section):
         "float32", description="Keras dtype policy."
     )
     jit_compile: bool = Field(False, description="Compile the step with XLA; slower on CPU.")
+    fused: bool = Field(True, description="Use TensorFlow's fused kernels in place of Keras' chains of operations.")
     gradient_accumulation_steps: int = Field(1, ge=1, description="Steps whose gradients are averaged into one update.")
     clipnorm: OrNone[Limit] = Field(None, description="Largest norm of each gradient.")
     global_clipnorm: OrNone[Limit] = Field(None, description="Largest norm of all gradients.")

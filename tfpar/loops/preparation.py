@@ -38,6 +38,7 @@ class Preparation:
     def __init__(self, model: keras.Model, strategy: Strategy, fused: bool = True) -> None:
         self._model, self._strategy = model, strategy
         self._compiled = StepFunctions(model, strategy, fused)
+        self.kernels = self._compiled.kernels
         self._read_order = ReadOrder(strategy)
 
     def prepare_loop(
@@ -98,7 +99,7 @@ class Preparation:
         """Study the model, unless it was studied for steps of this kind since it was compiled."""
 
         def study() -> None:
-            with full_precision(), self._compiled.kernels():
+            with full_precision(), self.kernels():
                 self._strategy.study(self._model, data.varied_first(batch) if self._in_parts else batch, kind)
 
         # Optional inputs may be None, and the rows of sparse ones are those of lookups.
@@ -211,7 +212,7 @@ class Preparation:
         return batch
 
     def _place(self, batch: Any, kind: str) -> None:
-        with self._compiled.kernels():  # a pipeline measures its layers
+        with self.kernels():  # a pipeline measures its layers
             self._strategy.place(self._model, batch, kind == "train")
 
     def caller(

@@ -33,6 +33,7 @@ def plan(
     devices: Sequence[str] | None = None,
     budget_seconds: float = USUAL_BUDGET_SECONDS,
     seed: int | None = 0,
+    fused: bool = True,
 ) -> Plan:
     """Train layouts of the devices that are there for some steps each, and rank them by their measured steps.
 
@@ -49,6 +50,7 @@ def plan(
         budget_seconds: No layout begins that would probably end later. One device, and one layout of several, are
             measured in any case.
         seed: The seed that is set before the model function runs, as that of `Trainer`.
+        fused: Whether steps use fused kernels, as that of `Trainer`.
 
     Returns:
         The plan, which prints as a table; a notebook shows it as one.
@@ -77,7 +79,7 @@ def plan(
         given = first_batches.read(batches)
 
     def make_trainer(strategy: Strategy) -> tuple[Trainer, FirstBatches]:
-        return Trainer(build_model, strategy, seed), given
+        return Trainer(build_model, strategy, seed, fused=fused), given
 
     def settings_of(layout: Layout) -> dict[str, Any]:
         return layout.settings_on(names)

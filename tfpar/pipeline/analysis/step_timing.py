@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import kernels
 from tfpar._compat import keras_optimizer, keras_optimizer_copy, tf_determinism, tf_function
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import Programs
@@ -168,7 +167,7 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
         gradient = tf.zeros(weight.shape, weight.dtype)
 
     def update() -> None:
-        with tf.device(device), kernels.fused(), keras_optimizer.one_device_optimizer():
+        with tf.device(device), keras_optimizer.one_device_optimizer():
             copy.apply([gradient], [weight])
 
     return min(run_seconds(update)) * sum(sizes) / max(sizes)
