@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,10 @@ NORMALIZATIONS: dict[str, tuple[bool, dict[str, Any], tuple[int, ...]]] = {  # i
     "plain": (True, {}, (6, 4, 5, 3)),
     "one position": (True, {}, (1, 1, 1, 3)),
     "two rows": (True, {"momentum": 0.5}, (2, 1, 1, 3)),
+    "features": (True, {}, (7, 3)),
+    "one row": (True, {}, (1, 3)),
+    "sequences": (True, {}, (6, 4, 3)),
+    "volumes": (True, {"dtype": "mixed_bfloat16"}, (2, 3, 4, 5, 3)),
     "no scale": (True, {"scale": False, "epsilon": 1e-2}, (6, 4, 5, 3)),
     "no center": (True, {"center": False}, (6, 4, 5, 3)),
     "frozen": (True, {"trainable": False}, (6, 4, 5, 3)),
@@ -210,7 +215,7 @@ NORMALIZATIONS: dict[str, tuple[bool, dict[str, Any], tuple[int, ...]]] = {  # i
     "small epsilon": (False, {"epsilon": 1e-6}, (6, 4, 5, 3)),
     "channels first": (False, {"axis": 1}, (6, 3, 4, 5)),
     "renormalized": (False, {"renorm": True}, (6, 4, 5, 3)),
-    "synchronized": (False, {"synchronized": True}, (6, 4, 5, 3)),
+    "synchronized": (True, {"synchronized": True}, (6, 4, 5, 3)),
     "a user's class": (False, {"make": OwnNormalization}, (6, 4, 5, 3)),
 }
 
@@ -251,7 +256,7 @@ def test_a_batch_normalization_is_one_operation_with_the_values_of_keras(name: s
     has_kernel, found = normalized(settings, shape, training, fused=True)
     assert has_kernel == is_fused
     _, expected = normalized(settings, shape, training, fused=False)
-    tolerance = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}.get(name, 1e-5)
+    tolerance = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}.get(settings.get("dtype"), 1e-5)
     for mine, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=tolerance * max(np.abs(wanted).max(), 1.0))
 
@@ -306,10 +311,10 @@ def test_every_strategy_updates_its_weights_with_one_operation(name: str) -> Non
     assert operations.count("ResourceApplyAdam") >= 4
 
 
-def images() -> keras.Model:
-    layers = keras.layers
-    kinds = [layers.Conv2D(6, 3), layers.BatchNormalization(), layers.Conv2D(4, 2), layers.BatchNormalization()]
-    model = keras.Sequential([keras.Input((6, 6, 2)), *kinds, layers.Flatten(), layers.Dense(3)])
+def images(**settings: Any) -> keras.Model:
+    layers, normalization = keras.layers, functools.partial(keras.layers.BatchNormalization, **settings)
+    kinds = [layers.Conv2D(6, 3), normalization(), layers.Conv2D(4, 2), normalization(), layers.Flatten()]
+    model = keras.Sequential([keras.Input((6, 6, 2)), *kinds, normalization(), layers.Dense(3)])
     model.compile(optimizers.SGD(0.02, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -333,8 +338,19 @@ def test_every_strategy_normalizes_batches_with_one_operation(name: str) -> None
     )
 
 
-def test_batch_normalization_trains_as_under_keras_own_fit() -> None:
-    small.assert_trains_as_one_device(images, of_images, STRATEGIES["single device"])
+@pytest.mark.parametrize(
+    ("name", "synchronized"),
+    [("single device", False), ("mirrored", True), pytest.param("sharded state", True, marks=pytest.mark.extended)],
+)
+def test_batch_normalization_trains_as_under_keras_own_fit(name: str, synchronized: bool) -> None:
+    build = functools.partial(images, synchronized=synchronized)
+    small.assert_trains_as_one_device(build, of_images, STRATEGIES[name])
+
+
+def test_replicas_normalize_with_fused_kernels_where_a_layer_is_synchronized() -> None:
+    build = functools.partial(images, synchronized=True)
+    operations, _ = operations_of_fit(build, STRATEGIES["mirrored"](), of_images())
+    assert sum("FusedBatchNormGrad" in operation for operation in operations) >= 6, "three layers on two replicas"
 
 
 @pytest.mark.parametrize("fused", [True, False])

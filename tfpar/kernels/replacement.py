@@ -19,7 +19,7 @@ def fused() -> Iterator[None]:
     """Compute updates of weights and batch normalizations with one operation each inside this context.
 
     What TensorFlow has no operation for stays as Keras has it: a class of a user's own, weights that are neither
-    float32 nor float64, masked or synchronized batch normalization.
+    float32 nor float64, masked batch normalization.
 
     Example:
         >>> weight, optimizer = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
