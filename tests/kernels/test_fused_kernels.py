@@ -23,6 +23,9 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 optimizers = keras.optimizers
 
 
+TWO = ["CPU:0", "CPU:1"]
+
+
 class Doubling(optimizers.SGD):
     """A user's own update, on top of that of Keras."""
 
@@ -261,6 +264,31 @@ def test_a_batch_normalization_is_one_operation_with_the_values_of_keras(name: s
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=tolerance * max(np.abs(wanted).max(), 1.0))
 
 
+def second_derivative(layer: keras.layers.Layer) -> tf.Tensor:
+    inputs = tf.constant(np.random.default_rng(0).normal(size=(6, 2, 2, 3)), tf.float32)
+    with tf.GradientTape() as outer:
+        outer.watch(inputs)
+        with tf.GradientTape() as inner:
+            inner.watch(inputs)
+            score = tf.reduce_sum(layer(inputs, training=True) ** 3)
+        penalty = tf.reduce_sum(inner.gradient(score, inputs) ** 2)
+    return outer.gradient(penalty, inputs)
+
+
+def test_batch_normalization_has_second_derivatives_or_says_that_it_has_none() -> None:
+    layer = keras.layers.BatchNormalization()
+    expected = second_derivative(layer)
+    with kernels.fused():
+        np.testing.assert_allclose(second_derivative(layer), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    replicas = tf.distribute.MirroredStrategy(TWO, tf.distribute.ReductionToOneDevice())
+    with replicas.scope():
+        layer = keras.layers.BatchNormalization(synchronized=True)
+        layer.build((None, 2, 2, 3))
+    compute = tf.function(lambda: replicas.run(second_derivative, args=(layer,)), autograph=False)
+    with kernels.fused(), pytest.raises(LookupError, match=r"no second derivatives.* pass fused=False"):
+        compute()
+
+
 def test_a_mask_has_keras_own_batch_normalization() -> None:
     layer = keras.layers.BatchNormalization()
     inputs = np.random.default_rng(0).normal(size=(3, 2, 2, 1)).astype("float32")
@@ -292,7 +320,6 @@ def operations_of(run: Callable[[], Any]) -> list[str]:
 
 
 with_adam = parity_cases.classifier(lambda: optimizers.Adam(0.01))
-TWO = ["CPU:0", "CPU:1"]
 
 
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {

@@ -12,6 +12,10 @@ from tfpar._compat import tf_determinism
 
 _TYPES = ("float32", "float16", "bfloat16")  # of the kernel, whose statistics are float32
 _LEAST_EPSILON = 1.001e-5  # cuDNN has none below 1e-5
+_SECOND = (
+    "with fused kernels on several replicas, BatchNormalization(synchronized=True) has no second derivatives, which a "
+    "penalty on gradients needs: pass fused=False to the trainer."
+)
 
 
 def suits(layer: Any, inputs: Any, mask: Any) -> bool:
@@ -100,7 +104,8 @@ def _by_joint_batch(layer: Any, inputs: tf.Tensor, scale: tf.Tensor, offset: tf.
             factor = scale * tf.math.rsqrt(variance + layer.epsilon) / number
             slope, constant = (factor * one for one in over_replicas(own.scale_backprop, own.offset_backprop))
             through_statistics = _with_statistics(layer, inputs, slope, constant, mean, variance)
-            return own.x_backprop - through_statistics, own.scale_backprop, own.offset_backprop
+            found = own.x_backprop - through_statistics, own.scale_backprop, own.offset_backprop
+            return [tf.raw_ops.PreventGradient(input=one, message=_SECOND) for one in found]
 
         return _with_statistics(layer, inputs, scale, offset, mean, variance), gradient
 
