@@ -92,17 +92,17 @@ __all__ = [
 ]
 
 
-def _grow_memory() -> None:
-    from tfpar._compat import tf_memory_growth  # imports TensorFlow
+def _set_gpu_options() -> None:
+    from tfpar._compat import tf_gpu_options  # imports TensorFlow
 
-    tf_memory_growth.install()
+    tf_gpu_options.install()
 
 
 versions.warn_if_untested()
 # Before TensorFlow is imported: it writes while it is.
 tensorflow_log.install()
 keras_lazy_imports.install()
-keras_lazy_imports.after_import("tensorflow", _grow_memory)
+keras_lazy_imports.after_import("tensorflow", _set_gpu_options)
 
 
 if not TYPE_CHECKING:  # a type checker would take any misspelt name for one of `Any`

@@ -129,6 +129,11 @@ def test_memory_grows_unless_the_user_has_chosen(
     assert gpu_options(growth, logical).allow_growth is expected
 
 
+def test_the_host_has_pinned_memory_where_there_are_gpus() -> None:
+    assert gpu_options([False, False]).force_gpu_compatible
+    assert not gpu_options([]).force_gpu_compatible
+
+
 def test_a_choice_for_some_of_the_gpus_is_tensorflows_error_as_before() -> None:
     with pytest.raises(ValueError, match="Memory growth cannot differ between GPU devices"):
         gpu_options([False, None])

@@ -101,7 +101,7 @@ ROWS = [
         "keras.src.trainers.trainer.Trainer",
         "_resolve_auto_jit_compile",
         _TRAINER,
-        'XLA compiles a step only on request: jit_compile="auto" means False (keras-team/keras#20763)',
+        'the devices of the strategy decide what jit_compile="auto" means, not those of the machine',
     ),
     _keras(
         "a model",
@@ -512,7 +512,7 @@ ROWS = [
         "TensorFlow's context",
         "_compute_gpu_options _memory_growth_map",
         "eager/context",
-        "memory growth where the user has chosen nothing",
+        "pinned host memory, and memory growth where the user has chosen nothing",
     ),
     _tensorflow(
         "a tape",
