@@ -21,6 +21,7 @@ COMMANDS = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
 # A module imports from the packages on its own rung or on those above it. A sub-package has a separate place.
 LADDER = [
     ["_compat", "files", "full_precision", "host_sizes", "kernels", "messages", "per_model", "pipeline.schedule"],
+    ["xla_choice"],
     ["callbacks", "commands", "config", "data.batching"],
     ["__main__", "cluster", "data.sharding"],
     ["cluster.rendezvous", "data.sources", "launcher"],

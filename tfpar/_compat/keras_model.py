@@ -6,6 +6,7 @@ Written for Keras 3.15 and TensorFlow 2.21.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -120,16 +121,49 @@ def compilation(model: keras.Model) -> Any:
     return versions.private(model, "_compile_config") if model.compiled else None
 
 
-@contextlib.contextmanager
-def xla_only_on_request() -> Iterator[None]:
-    """Let `jit_compile="auto"` mean False for models that are compiled inside this context.
+class _Chosen(int):
+    """A value of `jit_compile` that is true, and no user's: Keras 3.15 keeps the resolved value of "auto" alone."""
 
-    Keras 3.15 resolves it to True on a machine with GPUs, and `compile` keeps only the result. XLA compiles a step
-    again for each shape of a batch (keras-team/keras#20763, tensorflow/tensorflow#61314, #111958).
+
+CHOSEN = _Chosen(True)
+
+
+def is_chosen(model: keras.Model) -> bool:
+    """Return whether `jit_compile` is true because "auto" was resolved so."""
+    return isinstance(model.jit_compile, _Chosen)
+
+
+@contextlib.contextmanager
+def resolving_jit_compile(resolve: Callable[[keras.Model], int]) -> Iterator[None]:
+    """Let a function resolve `jit_compile="auto"` for models that are compiled inside this context.
+
+    Keras 3.15 resolves it to True on each machine with GPUs, whatever the devices of the model are, and to False under
+    a `tf.distribute` strategy.
+
+    Args:
+        resolve: Takes the model, and returns False or `CHOSEN`.
     """
     versions.require(Trainer, "_resolve_auto_jit_compile")
-    with mock.patch.object(Trainer, "_resolve_auto_jit_compile", return_value=False):
+    with mock.patch.object(Trainer, "_resolve_auto_jit_compile", lambda model: resolve(model)):
         yield
+
+
+def resolve_jit_compile(model: keras.Model, resolve: Callable[[keras.Model], int]) -> None:
+    """Let a function resolve it for later compilations of a model, and now if "auto" was resolved to True."""
+    reference = weakref.ref(model)
+
+    def resolved() -> int:
+        found = reference()
+        return False if found is None else resolve(found)
+
+    versions.replace(model, "_resolve_auto_jit_compile", resolved)
+    if model.compiled and is_chosen(model):
+        model.jit_compile = resolved()
+
+
+def layer_without_xla(model: keras.Model) -> keras.Layer | None:
+    """Return the first layer that XLA cannot compile, as it says itself (`supports_jit` in Keras 3.15)."""
+    return next((layer for layer in all_layers(model) if not layer.supports_jit), None)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
@@ -137,15 +171,6 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     compiled = compilation(model)
     given: dict[str, Any] = {} if compiled is None else dict(compiled.config)
     return {**given, "jit_compile": bool(model.jit_compile)}
-
-
-def keep_xla_on_request(model: keras.Model) -> None:
-    """Let `jit_compile="auto"` mean False for later compilations of a model, as `xla_only_on_request` does."""
-    versions.replace(model, "_resolve_auto_jit_compile", _no_xla)
-
-
-def _no_xla() -> bool:
-    return False
 
 
 def is_in_scope(model: keras.Model) -> bool:

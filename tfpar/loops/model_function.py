@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfpar import xla_choice
 from tfpar._compat import keras_functions, keras_model
 from tfpar.loops import model_methods
 from tfpar.strategies import Strategy, model_checks, model_scopes, turns
@@ -37,7 +38,7 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
         strategy.move_model(model)
     if model_scopes.noted_strategy(model) is not None:
         model_scopes.note_strategy(model, strategy)
-    keras_model.keep_xla_on_request(model)
+    keras_model.resolve_jit_compile(model, xla_choice.resolver(strategy))
     return model
 
 
@@ -45,7 +46,8 @@ def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: in
     if seed is not None:
         keras.utils.set_random_seed(seed)
     refused = model_methods.refused_in_model_function(strategy)
-    with strategy.creation_scope(), keras_model.xla_only_on_request(), refused:
+    resolving = keras_model.resolving_jit_compile(xla_choice.resolver(strategy))
+    with strategy.creation_scope(), resolving, refused:
         model = build_model()
     model_checks.check_model(model)
     model_checks.check_steps(model, "fit", "evaluate", "predict")

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, tf_function
 from tfpar.reduction.objective import objectives_of
+from tfpar.xla_choice import NotCompiledError
 
 
 @dataclasses.dataclass
@@ -100,11 +101,14 @@ def _stored(model: keras.Model, returned: dict[str, Any], before: Any) -> Any:
 def _check_fixed_shapes(model: keras.Model, tensors: dict[str, Any]) -> None:
     for name, value in tensors.items():
         for tensor in keras.tree.flatten(value):
-            if not tensor.shape.is_fully_defined():
-                raise ValueError(
-                    f"With jit_compile=True an entry that compute_metrics adds must have a fixed shape, and {name!r} "
-                    f"of {type(model).__name__} has {tensor.shape}. Reduce it over the batch, or leave jit_compile out."
-                )
+            if tensor.shape.is_fully_defined():
+                continue
+            if keras_model.is_chosen(model):
+                raise NotCompiledError(f"the entry {name!r} of compute_metrics has no fixed shape")
+            raise ValueError(
+                f"With jit_compile=True an entry that compute_metrics adds must have a fixed shape, and {name!r} of "
+                f"{type(model).__name__} has {tensor.shape}. Reduce it over the batch, or leave jit_compile out."
+            )
 
 
 def _layout(values: Any) -> Any:

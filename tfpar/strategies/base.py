@@ -47,6 +47,8 @@ class Strategy(abc.ABC):
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
     compiles_with_xla: bool = True
+    # Whether jit_compile="auto" may mean XLA, which then compiles steps or passes as a whole.
+    chooses_xla: bool = False
     # Returns a sentence for the other workers about an error of the data; None for other errors.
     user_message: data.UserMessage = staticmethod(lambda error: None)
     # Whether each worker holds only a part of the optimizer's state (see `whole_state`).

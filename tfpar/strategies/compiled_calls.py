@@ -9,6 +9,7 @@ of operations by itself: 111 small compilations for 13 layers on two CPUs, where
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, keras_probabilities, tf_graph
 from tfpar.reduction import objective
+from tfpar.xla_choice import NotCompiledError
 
 
 def suits(model: keras.Model) -> bool:
@@ -30,6 +32,21 @@ def suits(model: keras.Model) -> bool:
     if objective.objectives_of(model) or keras_metrics.own_metrics(model):
         return False
     return not any(keras_model.overridden(model, name) for name in ("compute_loss", "compute_metrics"))
+
+
+def groups_compiled(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which XLA compiles groups of operations: it cannot compile the collectives between them.
+
+    Args:
+        model: A model whose calls XLA cannot compile as a whole.
+
+    Raises:
+        NotCompiledError: If the user has not asked for XLA.
+    """
+    if keras_model.is_chosen(model):
+        raise NotCompiledError("a replica cannot run its forward pass as one function")
+    scope: contextlib.AbstractContextManager[None] = tf.xla.experimental.jit_scope()
+    return scope
 
 
 def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
@@ -71,7 +88,7 @@ def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
         if not communicates:
             raise
     if communicates or cannot:
-        with tf.xla.experimental.jit_scope():
+        with groups_compiled(model):
             return keras_model.call_model(model, inputs, training)
     received = list(map(keras_probabilities.received_as, tf.nest.flatten(outputs), activations))
     return tf.nest.map_structure(keras_model.with_mask, tf.nest.pack_sequence_as(outputs, received), masks)

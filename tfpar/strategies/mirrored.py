@@ -55,7 +55,7 @@ class Mirrored(DataParallel):
         2
     """
 
-    _merges = True
+    _merges = chooses_xla = True
 
     @keyword_arguments.named
     def __new__(

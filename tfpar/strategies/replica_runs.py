@@ -17,7 +17,7 @@ from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_repl
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import RowsOfReplicas, has_all_rows, knowing, weight_of_scalar
 from tfpar.strategies.batches_ahead import HOST
-from tfpar.strategies.compiled_calls import call_with_xla, suits
+from tfpar.strategies.compiled_calls import call_with_xla, groups_compiled, suits
 from tfpar.strategies.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
 from tfpar.strategies.single_device import forward_backward
 from tfpar.study.gathered_calls import with_whole_batch
@@ -144,8 +144,7 @@ class ReplicaRuns:
                 everywhere = (lambda: sums[local_replica_id()]) if num_examples is None else num_examples
                 stack.enter_context(self.losses.reduce_globally(training, sizes, example_weight, everywhere))
             if model.jit_compile and not self._compiles_call(model, training):
-                # XLA compiles groups of operations: it cannot compile the collectives between them.
-                stack.enter_context(tf.xla.experimental.jit_scope())
+                stack.enter_context(groups_compiled(model))
             loss, *others = self._on_replicas(model, on_own_part, parts)
         return self._strategy.experimental_local_results(loss)[0], *others
 

@@ -33,6 +33,8 @@ class SingleDevice(SingleReplica):
         1
     """
 
+    chooses_xla = True
+
     @keyword_arguments.named
     def __init__(self, device: str | None = None) -> None:
         if device is not None and not isinstance(device, str):

@@ -139,6 +139,11 @@ class Staged(SingleReplica):
             super().finalize_weights(model)
 
     @property
+    def chooses_xla(self) -> bool:  # type: ignore[override]
+        """Whether jit_compile="auto" may mean XLA, which compiles stages of one device."""
+        return not self._groups
+
+    @property
     def batch_parts(self) -> tuple[int, str]:
         """The number of micro-batches of a global batch, and their noun."""
         return self.schedule.num_microbatches * self.num_workers, "micro-batch"

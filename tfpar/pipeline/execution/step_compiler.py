@@ -77,7 +77,7 @@ class StepCompiler:
             ValueError: If a user's own `compute_loss` meets other losses.
         """
         specs = _specs(batch)
-        key = (training, str(specs))  # the trained weights are fixed when a step is first traced, as in Keras
+        key = self._key(specs, training)
         if key not in self._compiled:
             compiled = self._compile(specs, training=training)
             self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
@@ -86,7 +86,11 @@ class StepCompiler:
 
     def has_compiled(self, batch: Any, *, training: bool) -> bool:
         """Return whether the programs of a batch are in the cache; the arguments as `compile_replicas`."""
-        return (training, str(_specs(batch))) in self._compiled
+        return self._key(_specs(batch), training) in self._compiled
+
+    def _key(self, specs: Any, training: bool) -> tuple[Any, ...]:
+        # The trained weights are fixed when a step is first traced, as in Keras.
+        return training, str(specs), bool(self.staged.model.jit_compile)
 
     def _compile(self, specs: Any, *, training: bool) -> list[StepPrograms]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
