@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,7 +17,8 @@ from tests.support import parity_cases, small
 from tfpar import data
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.strategies.batches_ahead import HOST, StepBatch
-from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
+from tfpar.strategies.launched_steps import LaunchedSteps
+from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, StepLoop, StepsPerCall, compile_loop
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -63,21 +66,25 @@ def test_a_fixed_number_of_steps_never_changes() -> None:
 class Adder:
     """Adds batches to a total; its loss is the batch itself."""
 
-    def __init__(self, run_eagerly: bool = False, device: str | None = None) -> None:
+    def __init__(self, make: Callable[..., StepLoop] = compile_loop, device: str | None = None) -> None:
         self.total = tf.Variable(0.0)
-        self.run = compile_loop(
+        self.run = make(
             self._step,
             lambda: {"total": self.total.read_value()},
             lambda batch: tf.constant(3, tf.int64),
             lambda upcoming: upcoming.has_value(),
             lambda element: StepBatch(element, [device or HOST]),
+            self._digest,
             device=device,
-            run_eagerly=run_eagerly,
         )
 
     def _step(self, batch: tf.Tensor) -> tf.Tensor:
         self.total.assign_add(tf.where(tf.math.is_finite(batch), batch, 0.0))
         return batch
+
+    def _digest(self, element: Any) -> Any:
+        is_spec = isinstance(element, tf.TypeSpec)
+        return tf.TensorSpec([2], tf.float32) if is_spec else tf.stack([element, -element])
 
     def call(self, epoch_iterator: EpochIterator, num_steps: int, *stops: bool) -> CallResult:
         result = self.run(epoch_iterator.iterator, epoch_iterator.upcoming, num_steps, *stops)
@@ -85,9 +92,18 @@ class Adder:
         return result
 
 
-@pytest.fixture(params=["compiled", "compiled for another device", "eager"])
+LOOPS: dict[str, Callable[[], Adder]] = {
+    "compiled": Adder,
+    "compiled for another device": lambda: Adder(device="CPU:1"),
+    "eager": lambda: Adder(functools.partial(compile_loop, run_eagerly=True)),
+    "launched": lambda: Adder(LaunchedSteps),
+    "launched on another device": lambda: Adder(LaunchedSteps, "CPU:1"),
+}
+
+
+@pytest.fixture(params=LOOPS)
 def adder(request: pytest.FixtureRequest) -> Adder:
-    return Adder(request.param == "eager", "CPU:1" if request.param == "compiled for another device" else None)
+    return LOOPS[request.param]()
 
 
 def epoch_iterator(*values: float, **arguments: Any) -> EpochIterator:
@@ -100,6 +116,7 @@ def test_a_call_runs_the_steps_asked_for_and_leaves_the_next_batch(adder: Adder)
     assert int(result.num_steps) == 3
     assert float(result.logs["total"]) == 7, "the logs are those after the last step"
     assert float(result.num_examples) == 9
+    np.testing.assert_array_equal(result.digests, [[1, -1], [2, -2], [4, -4]])
     assert float(batches.peek()) == 8, "no batch is lost between calls"
     assert batches.batches == 3
 
@@ -133,16 +150,17 @@ def test_a_call_that_has_to_stops_after_the_step_whose_loss_is_not_finite(adder:
 # --- the devices of the loop
 
 
-def test_waiting_for_data_is_measured() -> None:
+@pytest.mark.parametrize("loop", ["compiled", "launched"])
+def test_waiting_for_data_is_measured(loop: str) -> None:
     def slow(value: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([tf.py_function(lambda: __import__("time").sleep(0.03), [], [])]):
             return tf.identity(value)
 
-    adder = Adder()
+    adder = LOOPS[loop]()
     batches = EpochIterator(tf.data.Dataset.from_tensor_slices([1.0] * 6).map(slow))
     waited = float(adder.call(batches, 4).data_wait_seconds)
     assert 0.08 < waited < 5, f"four batches of at least 0.03 s each, waited {waited:.3f} s"
-    assert float(Adder().call(epoch_iterator(*[1] * 6), 4).data_wait_seconds) < waited
+    assert float(LOOPS[loop]().call(epoch_iterator(*[1] * 6), 4).data_wait_seconds) < waited
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,23 @@ from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
-from tfpar.strategies.multi_step import CompiledLoop, compile_loop
+from tfpar.strategies.launched_steps import LaunchedSteps
+from tfpar.strategies.multi_step import StepLoop, compile_loop
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 STRATEGIES = {name: placement_cases.STRATEGIES[name] for name in ("single_device", "mirrored", "pipeline", "hybrid")}
 DEVICES = ["CPU:1", "CPU:2"]
+each_loop = pytest.mark.parametrize("make", [compile_loop, LaunchedSteps])
 
 
 class Recorder:
     """Records the batch of each step, whose two tensors are on two devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., StepLoop]) -> None:
         self.seen = tf.Variable(tf.zeros([0, 2]), shape=[None, 2])
-        self.loop = self.compiled()
-
-    def compiled(self) -> CompiledLoop:
-        return compile_loop(
+        self.loop = make(
             self._step,
-            dict,
+            lambda: {},
             lambda element: tf.constant(1, tf.int64),
             lambda upcoming: upcoming.has_value(),
             lambda element: StepBatch((element, -element), DEVICES),
@@ -55,8 +55,9 @@ def batches(*values: float) -> EpochIterator:
     return EpochIterator(tf.data.Dataset.from_tensor_slices([float(value) for value in values]))
 
 
-def test_every_step_reads_its_own_batch_over_calls_and_passes() -> None:
-    recorder, taken = Recorder(), batches(1, 2, 3, 4, 5)
+@each_loop
+def test_every_step_reads_its_own_batch_over_calls_and_passes(make: Callable[..., StepLoop]) -> None:
+    recorder, taken = Recorder(make), batches(1, 2, 3, 4, 5)
     for _ in range(2):
         taken.begin_epoch()
         for num_steps in (1, 2, 10):
@@ -65,17 +66,19 @@ def test_every_step_reads_its_own_batch_over_calls_and_passes() -> None:
     assert recorder.batches() == [1, 2, 3, 4, 5] * 2
 
 
-def test_iterators_may_take_turns_in_one_loop() -> None:
+@each_loop
+def test_iterators_may_take_turns_in_one_loop(make: Callable[..., StepLoop]) -> None:
     """As where a callback evaluates in the middle of an evaluation."""
-    recorder, one, other = Recorder(), batches(1, 2, 3), batches(4, 5, 6)
+    recorder, one, other = Recorder(make), batches(1, 2, 3), batches(4, 5, 6)
     for turn in (one, other, one, other):
         recorder.call(turn, 1)
     recorder.call(one, 1)
     assert recorder.batches() == [1, 4, 2, 5, 3]
 
 
-def test_a_call_after_an_error_reads_its_own_batch() -> None:
-    recorder, taken = Recorder(), batches(1, 2, 1000, 3)
+@each_loop
+def test_a_call_after_an_error_reads_its_own_batch(make: Callable[..., StepLoop]) -> None:
+    recorder, taken = Recorder(make), batches(1, 2, 1000, 3)
     recorder.call(taken, 1)
     with pytest.raises(tf.errors.InvalidArgumentError):
         recorder.call(taken, 3)

@@ -43,6 +43,9 @@ MOVING |= {"Slice", "Split", "SplitV", "StridedSlice", "Switch"}
 BUNDLES = {"EmptyTensorList", "OptionalFromValue", "ReadVariableOp"}
 CARRYING = {"Identity", "Merge", "OptionalGetValue", "Switch"}
 CARRYING |= {"TensorListConcatLists", "TensorListPopBack", "TensorListPushBack"}
+# Operations whose results lie where their inputs do.
+OF_MEMORY = {"Argument", "Const", "ExpandDims", "Identity", "IdentityN", "NoOp", "PreventGradient", "ReadVariableOp"}
+OF_MEMORY |= {"Reshape", "Squeeze", "StopGradient", "VarHandleOp", *METADATA, *BUNDLES, *CARRYING}
 
 
 class Placed(NamedTuple):
@@ -90,6 +93,8 @@ class Reading:
             the tensor itself.
         entering: The copies of those parts, each once.
         copies: All copies between two places, one for each operation that reads one.
+        ordered: Operations that begin after one in another place has ended, although they read nothing of it: the host
+            waits for all that the GPU was given before, and so does another GPU.
     """
 
     operations: tuple[Placed, ...]
@@ -99,6 +104,17 @@ class Reading:
     entries: Mapping[tuple[int, str], int]
     entering: tuple[Transfer, ...]
     copies: tuple[Transfer, ...]
+    ordered: tuple[Transfer, ...]
+
+    @property
+    def kernels(self) -> list[Placed]:
+        """The operations that a GPU computes; others only name its memory."""
+        return [one for one in self.operations if one.device != HOST and one.kind not in OF_MEMORY]
+
+    @property
+    def host_waits(self) -> list[Transfer]:
+        """The operations of the host that wait for a GPU."""
+        return [*self.waits, *(one for one in self.ordered if one.target == HOST)]
 
     @property
     def moves(self) -> list[Transfer]:
@@ -139,6 +155,7 @@ def read_placement(function: Any, devices: Mapping[str, str] | None = None, defa
         entries,
         tuple(graph.transfer(copy) for copy in entering),
         tuple(map(graph.transfer, graph.copies)),
+        tuple(map(graph.transfer, _ordered(graph))),
     )
 
 
@@ -163,6 +180,7 @@ class Operation:
         signature: The names and types of its inputs and outputs.
         inputs: What it reads.
         colocated: Indices of operations that it must share a device with.
+        after: Indices of operations that must have ended before it begins.
     """
 
     name: str
@@ -171,6 +189,7 @@ class Operation:
     signature: tf_kernels.Signature
     inputs: list[Output]
     colocated: list[int] = dataclasses.field(default_factory=list)
+    after: frozenset[int] = frozenset()
 
 
 def lower(graph_def: Any) -> list[Operation]:
@@ -185,9 +204,16 @@ class _Lowering:
         self.operations: list[Operation] = []
         self._functions = functions
 
-    def add_body(self, nodes: Iterable[Any], arguments: Mapping[str, Output], device: str, scope: str) -> _Body:
+    def add_body(
+        self,
+        nodes: Iterable[Any],
+        arguments: Mapping[str, Output],
+        device: str,
+        scope: str,
+        after: frozenset[int] = frozenset(),
+    ) -> _Body:
         """Add the nodes of a graph or function, in an order in which each comes after its inputs."""
-        body = _Body(arguments)
+        body = _Body(arguments, after)
         by_name = {node.name: node for node in nodes}
         # Control inputs, too: a node may come before another only by one, and they never form a circle.
         before = {
@@ -200,22 +226,27 @@ class _Lowering:
 
     def _add(self, node: Any, body: _Body, device: str, scope: str) -> None:
         inputs = [body.output(text) for text in node.input if not text.startswith("^")]
+        after = body.after(node.input)
         device, name = node.device or device, f"{scope}{node.name}"
         if node.op in CALLS and not node.attr["_XlaMustCompile"].b:
-            outputs = {"output": self._call(node.attr["f"].func.name, inputs, device, f"{name}/")}
+            results, ended = self._call(node.attr["f"].func.name, inputs, device, f"{name}/", after)
+            outputs = {"output": results}
         elif node.op in self._functions:
-            results = self._call(node.op, inputs, device, f"{name}/")
+            results, ended = self._call(node.op, inputs, device, f"{name}/", after)
             names = [one.name for one in self._functions[node.op].signature.output_arg]
             outputs = {one: [result] for one, result in zip(names, results, strict=True)}
         elif node.op in LOOPS:
-            outputs = {"output": self._loop(node, inputs, device, name)}
+            outputs, ended = {"output": self._loop(node, inputs, device, name, after)}, after
         elif node.op in (*CONDITIONS, *CASES):
-            outputs = {"output": self._condition(node, inputs, device, name)}
+            outputs, ended = {"output": self._condition(node, inputs, device, name)}, after
         elif node.op == "Identity" and not device:  # TensorFlow removes it where that saves a copy
-            outputs = {"output": inputs}
+            outputs, ended = {"output": inputs}, after | {one.operation for one in inputs}
         else:
             outputs = self._leaf(node, inputs, device, name, body)
-        body.outputs[node.name] = outputs
+            index = len(self.operations) - 1
+            self.operations[index].after = after
+            ended = after if node.op == "NoOp" else frozenset([index])
+        body.outputs[node.name], body.ended[node.name] = outputs, ended
 
     def _leaf(self, node: Any, inputs: list[Output], device: str, name: str, body: _Body) -> dict[str, list[Output]]:
         kind = "Argument" if node.op == "Placeholder" else node.op
@@ -232,17 +263,29 @@ class _Lowering:
             outputs.setdefault(argument, []).append(Output(index, number))
         return outputs
 
-    def _call(self, function: str, inputs: Sequence[Output], device: str, scope: str) -> list[Output]:
+    def _call(
+        self,
+        function: str,
+        inputs: Sequence[Output],
+        device: str,
+        scope: str,
+        after: frozenset[int] = frozenset(),
+    ) -> tuple[list[Output], frozenset[int]]:
+        """Add the operations of a function; return its results, and what must end before it has."""
         definition = self._functions[function]
         names = [one.name for one in definition.signature.input_arg]
-        body = self.add_body(definition.node_def, dict(zip(names, inputs, strict=True)), device, scope)
-        return [body.output(definition.ret[one.name]) for one in definition.signature.output_arg]
+        body = self.add_body(definition.node_def, dict(zip(names, inputs, strict=True)), device, scope, after)
+        results = [definition.ret[one.name] for one in definition.signature.output_arg]
+        ends = [*definition.control_ret.values(), *results]
+        ended = frozenset[int]().union(*(body.ended.get(text.partition(":")[0], ()) for text in ends))
+        return [body.output(text) for text in results], ended
 
-    def _loop(self, node: Any, inputs: Sequence[Output], device: str, name: str) -> list[Output]:
+    def _loop(self, node: Any, inputs: Sequence[Output], device: str, name: str, after: frozenset[int]) -> list[Output]:
         variables = [self._loop_variable(one, f"{name}/variable_{number}") for number, one in enumerate(inputs)]
-        (holds,) = self._call(node.attr["cond"].func.name, variables, device, f"{name}/cond/")
+        (holds,), _ = self._call(node.attr["cond"].func.name, variables, device, f"{name}/cond/")
         condition = self._new(f"{name}/LoopCond", "LoopCond", device, _signature(BOOL, ["input"], ["output"]), [holds])
-        results = self._call(node.attr["body"].func.name, variables, device, f"{name}/body/")
+        results, ended = self._call(node.attr["body"].func.name, variables, device, f"{name}/body/")
+        self.operations[condition].after = after | ended  # all values of the body must have arrived
         for variable, first, result in zip(variables, inputs, results, strict=True):
             if variable != first:
                 self.operations[variable.operation].inputs += [Output(condition, 0), result]
@@ -257,7 +300,7 @@ class _Lowering:
             functions = list(node.attr["branches"].list.func)
         labels = ("then", "else") if node.op in CONDITIONS else [f"branch_{number}" for number in range(len(functions))]
         branches = [
-            self._call(function.name, switched, device, f"{name}/{label}/")
+            self._call(function.name, switched, device, f"{name}/{label}/")[0]
             for label, function in zip(labels, functions, strict=True)
         ]
         merged = enumerate(zip(*branches, strict=True))
@@ -301,9 +344,15 @@ class _Lowering:
 class _Body:
     """The outputs of the nodes of one graph or function, by the texts that other nodes write for them."""
 
-    def __init__(self, arguments: Mapping[str, Output]) -> None:
-        self._arguments = arguments
+    def __init__(self, arguments: Mapping[str, Output], after: frozenset[int]) -> None:
+        self._arguments, self._after = arguments, after
         self.outputs: dict[str, dict[str, list[Output]]] = {}
+        self.ended: dict[str, frozenset[int]] = {}  # what must have ended before what waits for a node begins
+
+    def after(self, inputs: Sequence[str]) -> frozenset[int]:
+        """Return the operations that must end before a node begins, by its control inputs, or those of the call."""
+        found = [self.ended.get(text[1:], ()) for text in inputs if text.startswith("^")]
+        return frozenset[int]().union(*found) if inputs else self._after
 
     def output(self, text: str) -> Output:
         """Return what "x", "x:1", or within a function "x:output:1", means."""
@@ -435,8 +484,10 @@ class PlacedGraph:
     def transfer(self, copy: Copy) -> Transfer:
         """Return a copy with the names of its operations."""
         source, consumer = self.operations[copy.output.operation], self.operations[copy.consumer]
-        dtype = tf.as_dtype(source.signature.output_types[copy.output.number]).name
-        argument = consumer.signature.inputs[copy.number]
+        dtype, argument = "", ""  # of an order
+        if copy.output in consumer.inputs:
+            dtype = tf.as_dtype(source.signature.output_types[copy.output.number]).name
+            argument = consumer.signature.inputs[copy.number]
         return Transfer(
             source.name, source.kind, dtype, copy.origin, consumer.name, consumer.kind, argument, copy.target
         )
@@ -453,6 +504,15 @@ class PlacedGraph:
                 origin, target = self.origin(output), self.target(index, number)
                 if origin != target:
                     yield Copy(output, origin, index, number, target)
+
+
+def _ordered(graph: PlacedGraph) -> Iterator[Copy]:
+    """Return one order between two places for each operation that begins after one of another place."""
+    for index, operation in enumerate(graph.operations):
+        places = {graph.devices[before]: before for before in sorted(operation.after)}
+        for origin, before in places.items():
+            if origin != graph.devices[index]:
+                yield Copy(Output(before, 0), origin, index, 0, graph.devices[index])
 
 
 def _host_arguments(operation: Operation, device: str) -> frozenset[str]:

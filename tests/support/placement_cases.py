@@ -21,7 +21,7 @@ from keras import layers
 
 import tfpar
 from tests import ROOT
-from tests.support.device_placement import Reading, read_placement
+from tests.support.device_placement import HOST, Reading, read_placement
 from tfpar import host_sizes
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
@@ -113,22 +113,20 @@ def as_gpus() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def case(strategy: str, model: str) -> Case:
-    """Trace and read the loop of train steps of a model under a strategy."""
+    """Trace and read the launch of a train step of a model under a strategy."""
     if strategy in WORKERS:  # TensorFlow's collectives can be set up once in a process
         return _in_process_of_its_own()[strategy, model]
     return read(STRATEGIES[strategy](), model)
 
 
 def read(strategy: tfpar.Strategy, model: str) -> Case:
-    """Trace and read the loop of train steps of a model under a strategy that was made for it."""
+    """Trace and read the launch of a train step of a model under a strategy that was made for it."""
     with as_gpus(), tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
         built = model_of(MODELS[model], strategy, 0)
         epoch_iterator, run_steps = Preparation(built, strategy).prepare_loop(data(model), None, "train")
-    iterator, upcoming = epoch_iterator.iterator, epoch_iterator.upcoming
-    loop = tf.function(lambda *arguments: run_steps.run(*arguments, tf.constant(2), False), autograph=False)
     with as_gpus():
-        traced = loop.get_concrete_function(iterator, upcoming)
-    reading = read_placement(traced, GPUS)
+        traced = run_steps.launch.get_concrete_function(epoch_iterator.upcoming, epoch_iterator.upcoming)
+    reading = read_placement(traced, GPUS, default=HOST)  # the device of the call
     homes = {layer.name: layer.variables[0].value.device for layer in built.layers if layer.variables}
     return Case(reading, {name: GPUS.get(home[-5:], "CPU:0") for name, home in homes.items()})
 

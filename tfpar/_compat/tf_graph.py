@@ -76,6 +76,18 @@ def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:
         op._add_control_inputs([first])
 
 
+def leave_checks_unordered() -> None:
+    """Let the checks of the function that is being traced run in any order.
+
+    TensorFlow 2.21 lets operations with effects run one after the other (`auto_control_deps.py`), checks among them. A
+    check on one GPU would wait for that on another GPU, and so for all that the other has to compute before.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    for op in graph.get_operations():
+        if op.type == "Assert":
+            graph.experimental_acd_manager.run_independently(op)
+
+
 def place_constants(op: tf.Operation, device: str) -> None:
     """Place the floating-point constants among the inputs of an operation that have no device yet.
 

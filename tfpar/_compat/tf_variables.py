@@ -21,6 +21,6 @@ def anonymous_handle(dtype: tf.DType, shape: Sequence[int | None] = ()) -> tf.Te
 
     Args:
         dtype: The type of its value.
-        shape: The shape of its value.
+        shape: The shape of its value; that of a scalar by default.
     """
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=context.anonymous_name())

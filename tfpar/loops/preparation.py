@@ -23,7 +23,7 @@ from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings
 from tfpar.reduction import objective
 from tfpar.strategies import Distributed, SingleDevice, Strategy, model_checks
-from tfpar.strategies.multi_step import CompiledLoop
+from tfpar.strategies.multi_step import StepLoop
 
 
 class Preparation:
@@ -48,7 +48,7 @@ class Preparation:
         kind: str,
         unused: tuple[Any, EpochIterator] | None = None,
         restarts: bool = False,
-    ) -> tuple[EpochIterator, CompiledLoop]:
+    ) -> tuple[EpochIterator, StepLoop]:
         """Distribute a dataset, build the model from its first batch, and compile the loop.
 
         Args:
@@ -217,7 +217,7 @@ class Preparation:
 
     def caller(
         self,
-        run_steps: CompiledLoop,
+        run_steps: StepLoop,
         epoch_iterator: EpochIterator,
         callbacks: HeldCallbacks,
         steps_per_call: int | None = None,

@@ -17,7 +17,7 @@ from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.messages.whole_numbers import check_whole_number
 from tfpar.strategies import Strategy
-from tfpar.strategies.multi_step import CompiledLoop, StepsPerCall
+from tfpar.strategies.multi_step import StepLoop, StepsPerCall
 
 
 class NonfiniteStep(NamedTuple):
@@ -50,7 +50,7 @@ class StepCalls:
         ValueError: If `steps_per_call` is below 1.
     """
 
-    run_steps: CompiledLoop
+    run_steps: StepLoop
     model: keras.Model
     strategy: Strategy
     epoch_iterator: EpochIterator

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import kernels
-from tfpar._compat import keras_model, keras_variables, tf_determinism
-from tfpar.strategies import Distributed, Strategy, multi_step
+from tfpar import kernels, xla_choice
+from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_layout
+from tfpar.strategies import Distributed, Strategy, launched_steps, multi_step
 from tfpar.strategies.hidden_errors import revealed
 
 
@@ -105,16 +105,31 @@ class StepFunctions:
             )
         self._trained = self._trained._replace(num_moves=num_moves)
 
-    def loop(self, kind: str, distributed: Distributed) -> multi_step.CompiledLoop:
+    def loop(self, kind: str, distributed: Distributed) -> multi_step.StepLoop:
         """Return the inner loop over train steps, or over evaluate steps.
 
         Args:
             kind: "train" or "evaluate".
             distributed: The dataset.
         """
+        model = self._model
+        xla_choice.check(model)
+        # One function for elements of any size, but not of any rank: it would forget the number of axes.
+        elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
+        key = f"{kind} {distributed[1:]} {elements} {tf_determinism.is_enabled()}"
+        compiled: multi_step.StepLoop = self.once(key, lambda: self._compiled_loop(kind, distributed))
+        if kind == "train" and self._trained is None:
+            self._trained = _Trained(
+                keras_variables.optimizer_of(model),
+                _paths(model),
+                keras_model.trainable_settings(model),
+                self._num_moves,
+            )
+        return compiled
+
+    def _compiled_loop(self, kind: str, distributed: Distributed) -> multi_step.StepLoop:
         model, strategy = self._model, self._strategy
         run_step = strategy.train_step if kind == "train" else strategy.evaluate_step
-        run_again = self._again(kind)
 
         def step(batch: Any) -> tf.Tensor:
             with self.kernels():
@@ -125,32 +140,27 @@ class StepFunctions:
                 strategy.end_call(model)
             return strategy.metric_results(model)
 
-        def compile_loop() -> multi_step.CompiledLoop:
-            return multi_step.compile_loop(
-                step,
-                logs,
-                lambda element: strategy.num_examples(element, distributed),
-                lambda upcoming: strategy.has_more(upcoming, distributed),
-                lambda element: strategy.step_batch(model, element),
-                strategy.digest,
-                device=strategy.step_device,
-                jit_compile=self._whole_step_in_xla,
-                run_eagerly=model.run_eagerly,
-                run_again=run_again,
-            )
+        is_launched = launched_steps.suits(strategy.device_names) and not model.run_eagerly
+        make: Callable[..., multi_step.StepLoop] = (
+            functools.partial(launched_steps.LaunchedSteps, fallback=self._fallback)
+            if is_launched
+            else functools.partial(multi_step.compile_loop, run_eagerly=model.run_eagerly)
+        )
+        return make(
+            step,
+            logs,
+            lambda element: strategy.num_examples(element, distributed),
+            lambda upcoming: strategy.has_more(upcoming, distributed),
+            lambda element: strategy.step_batch(model, element),
+            strategy.digest,
+            device=strategy.step_device,
+            jit_compile=self._whole_step_in_xla,
+            run_again=self._again(kind),
+        )
 
-        # One function for elements of any size, but not of any rank: it would forget the number of axes.
-        elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
-        key = f"{kind} {distributed[1:]} {elements} {tf_determinism.is_enabled()}"
-        compiled: multi_step.CompiledLoop = self.once(key, compile_loop)
-        if kind == "train" and self._trained is None:
-            self._trained = _Trained(
-                keras_variables.optimizer_of(model),
-                _paths(model),
-                keras_model.trainable_settings(model),
-                self._num_moves,
-            )
-        return compiled
+    def _fallback(self) -> xla_choice.Fallback | None:
+        """Return the way back from XLA where it was chosen for the model."""
+        return xla_choice.Fallback(self._model, self._strategy) if keras_model.is_chosen(self._model) else None
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:
         """Return what predicts on elements of one kind: workers must trace alike, whatever sizes the parts have.
@@ -158,13 +168,29 @@ class StepFunctions:
         Args:
             spec: Of the elements.
         """
+        xla_choice.check(self._model)
 
         def compile_it() -> Callable[[Any], Any]:
-            predict_batch, run_again = compile_step(), self._again("predict")
+            predict_batch, run_again, way_back = compile_step(), self._again("predict"), self._fallback()
+
+            def run(batch: Any) -> Any:
+                revealing = contextlib.nullcontext() if run_again is None else revealed(lambda: run_again(batch))
+                with revealing, tf_layout.best_for_gpus():
+                    return predict_batch(batch)
 
             def predict(batch: Any) -> Any:
-                with contextlib.nullcontext() if run_again is None else revealed(lambda: run_again(batch)):
-                    return predict_batch(batch)
+                nonlocal predict_batch, way_back
+                try:
+                    outputs = run(batch)
+                except xla_choice.ERRORS as error:
+                    if way_back is None:
+                        raise
+                    way_back.leave_xla()
+                    predict_batch = compile_step()
+                    outputs = run(batch)
+                    way_back.explain(error)
+                way_back = None
+                return outputs
 
             return predict
 

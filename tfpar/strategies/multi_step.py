@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -26,7 +26,7 @@ SECONDS_PER_CALL = 0.1
 
 
 class CallResult(NamedTuple):
-    """The result of one call of a compiled loop.
+    """The result of one call of a loop of steps; its numbers are scalars of any kind.
 
     Args:
         upcoming: The next batch, an optional.
@@ -39,12 +39,21 @@ class CallResult(NamedTuple):
     """
 
     upcoming: tf.experimental.Optional
-    num_steps: tf.Tensor
-    num_finite: tf.Tensor
-    num_examples: tf.Tensor
-    data_wait_seconds: tf.Tensor
-    digests: tf.Tensor | None
+    num_steps: Any
+    num_finite: Any
+    num_examples: Any
+    data_wait_seconds: Any
+    digests: Any
     logs: dict[str, tf.Tensor]
+
+
+class StepLoop(Protocol):
+    """What runs the steps of a call: the loop of this module, or that of `launched_steps`."""
+
+    def __call__(
+        self, iterator: Any, upcoming: tf.experimental.Optional, num_steps: int, stop_at_nonfinite: bool = False
+    ) -> CallResult:
+        """Run at most so many steps from an upcoming element on."""
 
 
 class CompiledLoop:
