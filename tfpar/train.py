@@ -15,7 +15,7 @@ from absl import flags
 from tfpar import config
 from tfpar.cluster import tf_config
 from tfpar.cluster.other_worker_error import OtherWorkerError
-from tfpar.commands import command_line, start_up
+from tfpar.commands import command_line, start_up, xla_cache
 from tfpar.commands.number_flags import Integer, check_within
 from tfpar.commands.path_flags import FilePath
 from tfpar.config import bundled_configurations
@@ -189,6 +189,8 @@ def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
     from tfpar import cluster
 
     # Workers other than the chief may have no disk to write on.
+    if is_chief:
+        xla_cache.keep_in(directory.compilations)
     messages = cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull))
     with messages:
         with start_up.importing():

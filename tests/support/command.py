@@ -175,6 +175,7 @@ class InProcess:
         self._capfd = capfd
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the current folder
+        monkeypatch.setenv("TF_XLA_FLAGS", "")  # and the folder of its compilations
 
     def __call__(self, *arguments: str) -> Outcome:
         self._capfd.readouterr()

@@ -559,7 +559,13 @@ ROWS = [
     _tensorflow(
         "tensorflow.python.ops.handle_data_util", "get_resource_handle_data", "ops/handle_data_util", "the same"
     ),
-    _tensorflow("a graph", "experimental_acd_manager", "framework/ops", "the clock runs unordered"),
+    _tensorflow(
+        "tensorflow.python.eager.polymorphic_function.concrete_function",
+        "_inference_name _forward_name _backward_name _INFERENCE_PREFIX _FORWARD_PREFIX _BACKWARD_PREFIX",
+        "eager/polymorphic_function/concrete_function",
+        "XLA's persistent cache finds a compilation by the name of its function",
+    ),
+    _tensorflow("a graph", "experimental_acd_manager", "framework/ops", "the clock and checks run unordered"),
     _tensorflow(
         "tensorflow.python.framework.auto_control_deps.AutomaticControlDependencies",
         "run_independently",

@@ -7,6 +7,7 @@ that was traced inside of a `keras.StatelessScope` holds the tensors of that sco
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,13 +17,14 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function import attributes
+from tensorflow.python.eager.polymorphic_function import attributes, concrete_function
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 from tfpar._compat import versions
 
 _attribute = attr_value_pb2.AttrValue
+_numbers = itertools.count()
 _traced: list[dict[int, tuple[Function, Function]]] = []
 
 
@@ -121,6 +123,26 @@ def noinline_function(body: Callable[..., Any], *specs: Any, jit_compile: bool =
             jit_compile=jit_compile or None,
             experimental_attributes=dict.fromkeys(sorted(wanted), True),
         ).get_concrete_function(*specs)
+
+
+@contextlib.contextmanager
+def repeatable_names() -> Iterator[None]:
+    """Name functions that are traced inside this context by a count of their own.
+
+    XLA's persistent cache finds a compilation by the name of its function too. TensorFlow 2.21 numbers functions by a
+    count of many objects (`ops.uid`), which differs in a program that resumes a run.
+    """
+
+    def name(prefix: str) -> Callable[[str], str]:
+        return lambda of_python: f"{prefix}traced{next(_numbers)}{of_python}"
+
+    with mock.patch.multiple(
+        concrete_function,
+        _inference_name=name(concrete_function._INFERENCE_PREFIX),
+        _forward_name=name(concrete_function._FORWARD_PREFIX),
+        _backward_name=name(concrete_function._BACKWARD_PREFIX),
+    ):
+        yield
 
 
 def unordered_call(function: Any, *arguments: Any) -> Any:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import kernels, xla_choice
-from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_layout
+from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_function, tf_layout
 from tfpar.strategies import Distributed, Strategy, launched_steps, multi_step
 from tfpar.strategies.hidden_errors import revealed
 
@@ -175,7 +175,7 @@ class StepFunctions:
 
             def run(batch: Any) -> Any:
                 revealing = contextlib.nullcontext() if run_again is None else revealed(lambda: run_again(batch))
-                with revealing, tf_layout.best_for_gpus():
+                with revealing, tf_layout.best_for_gpus(), tf_function.repeatable_names():
                     return predict_batch(batch)
 
             def predict(batch: Any) -> Any:

@@ -36,6 +36,7 @@ class RunDirectory:
         report.html      the report
         record.json      what the report says of the machine and the model; starts and failures are in events.jsonl
         tensorflow.log   what TensorFlow's native code wrote
+        xla/             functions that XLA has compiled, for the next start
 
     A folder with other files is refused, whatever their names: without a `run.json` no file is a run's. An older
     version wrote none; its folder is recognized by `.lock` next to a readable `config.toml`, and gets one.
@@ -60,6 +61,7 @@ class RunDirectory:
         self.results = self.path / "results.json"
         self.trace = self.path / "pipeline.png"
         self.native_log = self.path / "tensorflow.log"
+        self.compilations = self.path / "xla"
         self.optimizer = self.path / "optimizer.json"
         self.report = self.path / "report.html"
         self.lacks_report = False  # of a run that has failed: the error is printed first

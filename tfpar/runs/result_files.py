@@ -18,7 +18,7 @@ FILES = (
     *("pipeline.png", "tensorflow.log", "evaluations.jsonl", "record.json", "events.jsonl", "report.html"),
     *("plan.json", "best.keras"),
 )
-FOLDERS = ("checkpoints", "tensorboard", "report")
+FOLDERS = ("checkpoints", "tensorboard", "report", "xla")
 # The files that a run creates before its first step.
 _OF_CLAIM = frozenset(
     {

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import host_sizes, xla_choice
-from tfpar._compat import tf_custom_gradient, tf_graph, tf_layout, tf_variables
+from tfpar._compat import tf_custom_gradient, tf_function, tf_graph, tf_layout, tf_variables
 from tfpar.strategies import turns
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.strategies.hidden_errors import revealed
@@ -160,7 +160,8 @@ class LaunchedSteps:
     def _trace(self, upcoming: tf.experimental.Optional) -> None:
         """Trace the functions of a call, in the turn of this thread."""
         try:
-            self.launch.get_concrete_function(upcoming, upcoming)
+            with tf_function.repeatable_names():
+                self.launch.get_concrete_function(upcoming, upcoming)
         except xla_choice.NotCompiledError as error:
             self._leave_xla(upcoming, error)
         self._on_host.get_concrete_function(upcoming, upcoming)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from tfpar import host_sizes
-from tfpar._compat import tf_custom_gradient, tf_determinism, tf_sums
+from tfpar._compat import tf_custom_gradient, tf_determinism, tf_function, tf_sums
 from tfpar.strategies import turns
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.strategies.hidden_errors import CurrentElement, revealed
@@ -100,7 +100,8 @@ class CompiledLoop:
         on_host = contextlib.nullcontext() if self._fill is None else tf.device(HOST)
         with self._revealed(upcoming), on_host:
             if self._fill is not None:
-                self.run.get_concrete_function(*arguments)  # it traces, in the turn of this thread
+                with tf_function.repeatable_names():
+                    self.run.get_concrete_function(*arguments)  # it traces, in the turn of this thread
             with contextlib.nullcontext() if self._fill is None else turns.paused():
                 result: CallResult = self.run(*arguments)
         if self._current is not None:
