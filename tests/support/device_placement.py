@@ -95,6 +95,7 @@ class Reading:
         copies: All copies between two places, one for each operation that reads one.
         ordered: Operations that begin after one in another place has ended, although they read nothing of it: the host
             waits for all that the GPU was given before, and so does another GPU.
+        kernels: The operations that GPUs compute; others only name their memory, or compute sizes.
     """
 
     operations: tuple[Placed, ...]
@@ -105,11 +106,7 @@ class Reading:
     entering: tuple[Transfer, ...]
     copies: tuple[Transfer, ...]
     ordered: tuple[Transfer, ...]
-
-    @property
-    def kernels(self) -> list[Placed]:
-        """The operations that a GPU computes; others only name its memory."""
-        return [one for one in self.operations if one.device != HOST and one.kind not in OF_MEMORY]
+    kernels: tuple[Placed, ...]
 
     @property
     def host_waits(self) -> list[Transfer]:
@@ -122,7 +119,9 @@ class Reading:
         return [copy for copy in self.copies if HOST not in (copy.origin, copy.target)]
 
 
-def read_placement(function: Any, devices: Mapping[str, str] | None = None, default: str = "GPU:0") -> Reading:
+def read_placement(
+    function: Any, devices: Mapping[str, str] | None = None, default: str = "GPU:0", graph_def: Any = None
+) -> Reading:
     """Read where the operations of a compiled function run, or would run if its devices were GPUs.
 
     Args:
@@ -130,6 +129,7 @@ def read_placement(function: Any, devices: Mapping[str, str] | None = None, defa
         devices: The GPU in place of each device, such as `{"CPU:1": "GPU:0"}`; all others are the host. None for
             the devices as they are.
         default: The GPU of operations that request no device.
+        graph_def: Its graph after an optimization; None for the graph as it was traced.
     """
 
     def device_of(name: str) -> str:
@@ -139,9 +139,10 @@ def read_placement(function: Any, devices: Mapping[str, str] | None = None, defa
         return short if short.startswith("GPU") else HOST
 
     arguments = {inner.op.name: device_of(outer.device) for outer, inner in function.graph.captures}
-    operations = lower(function.graph.as_graph_def())
+    operations = lower(function.graph.as_graph_def() if graph_def is None else graph_def)
     graph = PlacedGraph(operations, choose_devices(operations, device_of, arguments, default))
     placed = [Placed(one.kind, one.name, device) for one, device in zip(operations, graph.devices, strict=True)]
+    kernels = [one for index, one in enumerate(placed) if graph.computes(index)]
     # A tensor is copied to a device once: only the first operation that reads it there counts. An operation that has
     # no kernel for GPUs is no wait.
     waits = [copy for copy in graph.copies if copy.target == HOST and not graph.lacks_kernel[copy.consumer]]
@@ -156,6 +157,7 @@ def read_placement(function: Any, devices: Mapping[str, str] | None = None, defa
         tuple(graph.transfer(copy) for copy in entering),
         tuple(map(graph.transfer, graph.copies)),
         tuple(map(graph.transfer, _ordered(graph))),
+        tuple(kernels),
     )
 
 
@@ -480,6 +482,14 @@ class PlacedGraph:
     def target(self, index: int, number: int) -> str:
         """Return where an operation reads an input."""
         return self._place(index, self.operations[index].signature.inputs[number])
+
+    def computes(self, index: int) -> bool:
+        """Return whether a GPU computes an operation."""
+        operation = self.operations[index]
+        if self.devices[index] == HOST or operation.kind in OF_MEMORY:
+            return False
+        numbers = range(len(operation.signature.outputs))
+        return not numbers or any(self.origin(Output(index, number)) != HOST for number in numbers)
 
     def transfer(self, copy: Copy) -> Transfer:
         """Return a copy with the names of its operations."""

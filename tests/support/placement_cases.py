@@ -25,6 +25,7 @@ from tests.support.device_placement import HOST, Reading, read_placement
 from tfpar import host_sizes
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
+from tfpar.strategies.launched_steps import LaunchedSteps
 
 NUM_MICROBATCHES = 5  # enough for loops
 GPUS = {"CPU:1": "GPU:0", "CPU:2": "GPU:1"}
@@ -121,14 +122,22 @@ def case(strategy: str, model: str) -> Case:
 
 def read(strategy: tfpar.Strategy, model: str) -> Case:
     """Trace and read the launch of a train step of a model under a strategy that was made for it."""
-    with as_gpus(), tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
-        built = model_of(MODELS[model], strategy, 0)
-        epoch_iterator, run_steps = Preparation(built, strategy).prepare_loop(data(model), None, "train")
-    with as_gpus():
-        traced = run_steps.launch.get_concrete_function(epoch_iterator.upcoming, epoch_iterator.upcoming)
+    built, traced = launch(strategy, MODELS[model], data(model))
     reading = read_placement(traced, GPUS, default=HOST)  # the device of the call
     homes = {layer.name: layer.variables[0].value.device for layer in built.layers if layer.variables}
     return Case(reading, {name: GPUS.get(home[-5:], "CPU:0") for name, home in homes.items()})
+
+
+def launch(
+    strategy: tfpar.Strategy, build: Callable[[], keras.Model], dataset: tf.data.Dataset, fused: bool = True
+) -> tuple[keras.Model, Any]:
+    """Return a model and the concrete function that launches a train step of it."""
+    with as_gpus(), tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
+        built = model_of(build, strategy, 0)
+        epoch_iterator, steps = Preparation(built, strategy, fused).prepare_loop(dataset, None, "train")
+    assert isinstance(steps, LaunchedSteps)
+    with as_gpus():
+        return built, steps.launch.get_concrete_function(epoch_iterator.upcoming, epoch_iterator.upcoming)
 
 
 @functools.cache
