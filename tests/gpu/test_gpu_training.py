@@ -18,6 +18,7 @@ from tests.support.device_placement import read_placement
 from tfpar import cluster
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
+from tfpar.strategies import launched_steps
 from tfpar.strategies.batches_ahead import BatchesAhead, StepBatch
 from tfpar.strategies.mirrored import AllReduce
 
@@ -75,15 +76,18 @@ def test_no_batch_is_lost_or_trained_twice(gpus: list[str], strategy: str, kind:
 
 
 @each_strategy
-def test_each_batch_enters_its_devices_while_the_step_before_runs(gpus: list[str], strategy: str) -> None:
+def test_each_batch_enters_its_devices_while_the_step_before_runs(
+    gpus: list[str], strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launched_steps, "suits", lambda devices: True)
     made = SPLITTING[strategy](gpus)
     model = model_of(small.build_model, made, 0)
     epoch_iterator, loop = Preparation(model, made).prepare_loop(small.data(), None, "train")
-    traced = tf.function(lambda *given: loop.run(*given, tf.constant(2), False), autograph=False)
-    function = traced.get_concrete_function(epoch_iterator.iterator, epoch_iterator.upcoming)
+    assert isinstance(loop, launched_steps.LaunchedSteps)
+    function = loop.launch(epoch_iterator.upcoming).get_concrete_function(*[epoch_iterator.upcoming] * 2)
     on_gpus = gpus[0].startswith("GPU")
-    reading = read_placement(function, None if on_gpus else {name: f"GPU:{i}" for i, name in enumerate(gpus)})
-    ahead = {one.target for one in reading.entering if re.search(r"/while/body/while/Assign[^/]+$", one.consumer)}
+    reading = read_placement(function, None if on_gpus else {name: f"GPU:{i}" for i, name in enumerate(gpus)}, "CPU:0")
+    ahead = {one.target for one in reading.entering if re.fullmatch(r"AssignVariableOp[^/]*", one.consumer)}
     assert ahead == ({"GPU:1"} if strategy == "single device" else {"GPU:0", "GPU:1"})
     assert not [one for one in reading.entering if one.dtype == "float32"], "the inputs enter as a bundle"
 

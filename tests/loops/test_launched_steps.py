@@ -110,3 +110,24 @@ def test_an_error_of_a_step_is_that_of_its_operation(strategy: str) -> None:
     trainer = tfpar.Trainer(small.build_model, STRATEGIES[strategy](), seed=0)
     with pytest.raises(tf.errors.InvalidArgumentError, match="77"):
         trainer.fit(parity_cases.inputs(73), labels, batch_size=8, shuffle=False, verbose=0)
+
+
+class LogsOutputs(keras.Model):
+    """Logs a vector for each batch, of the size of the batch."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        return {**super().compute_metrics(x, y, y_pred, sample_weight), "first": y_pred[:, 0]}
+
+
+def test_the_logs_of_a_batch_of_another_size_are_those_of_that_batch() -> None:
+    def build() -> keras.Model:
+        features = keras.Input((parity_cases.NUM_FEATURES,))
+        model = LogsOutputs(features, keras.layers.Dense(3)(features))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        return model
+
+    sizes: list[int] = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: sizes.append(np.size(logs["first"])))
+    trainer = tfpar.Trainer(build, tfpar.SingleDevice(), seed=0)
+    trainer.fit(small.data(), epochs=2, verbose=0, callbacks=[note])
+    assert sizes == [*[8] * 9, 1] * 2

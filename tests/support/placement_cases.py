@@ -137,7 +137,8 @@ def launch(
         epoch_iterator, steps = Preparation(built, strategy, fused).prepare_loop(dataset, None, "train")
     assert isinstance(steps, LaunchedSteps)
     with as_gpus():
-        return built, steps.launch.get_concrete_function(epoch_iterator.upcoming, epoch_iterator.upcoming)
+        function = steps.launch(epoch_iterator.upcoming)
+    return built, function.get_concrete_function(epoch_iterator.upcoming, epoch_iterator.upcoming)
 
 
 @functools.cache

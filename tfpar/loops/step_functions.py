@@ -140,9 +140,11 @@ class StepFunctions:
                 strategy.end_call(model)
             return strategy.metric_results(model)
 
+        # XLA knows all sizes; workers must trace alike, whatever sizes their parts have.
+        fixes_sizes = strategy.num_workers == 1 and not strategy.cuts_model and not model.jit_compile
         is_launched = launched_steps.suits(strategy.device_names) and not model.run_eagerly
         make: Callable[..., multi_step.StepLoop] = (
-            functools.partial(launched_steps.LaunchedSteps, fallback=self._fallback)
+            functools.partial(launched_steps.LaunchedSteps, fixes_sizes=fixes_sizes, fallback=self._fallback)
             if is_launched
             else functools.partial(multi_step.compile_loop, run_eagerly=model.run_eagerly)
         )

@@ -92,7 +92,7 @@ def _stored(model: keras.Model, returned: dict[str, Any], before: Any) -> Any:
         _check_fixed_shapes(model, tensors)
     if before is None or _layout(before) != _layout(tensors):
         with tf.init_scope():
-            before = keras.tree.map_structure(_variable_for, tensors)
+            before = keras.tree.map_structure(lambda one: _variable_for(one, model.jit_compile), tensors)
     for variable, tensor in zip(keras.tree.flatten(before), keras.tree.flatten(tensors), strict=True):
         variable.assign(tensor)
     return before
@@ -112,13 +112,15 @@ def _check_fixed_shapes(model: keras.Model, tensors: dict[str, Any]) -> None:
 
 
 def _layout(values: Any) -> Any:
-    """Return the type and shape of each value, in the same structure."""
-    return keras.tree.map_structure(lambda value: f"{value.dtype.name} {value.shape}", values)
+    """Return the type and the number of axes of each value, in the same structure."""
+    return keras.tree.map_structure(lambda value: f"{value.dtype.name} {value.shape.rank}", values)
 
 
-def _variable_for(tensor: tf.Tensor) -> tf.Variable:
+def _variable_for(tensor: tf.Tensor, fixed: bool) -> tf.Variable:
+    """Return a variable for tensors of any size, because a step may be traced once more for another batch."""
     zeros = tf.zeros([size or 0 for size in tensor.shape.as_list()] if tensor.shape.rank else [], tensor.dtype)
-    return tf.Variable(zeros, trainable=False, shape=tensor.shape)
+    shape = tensor.shape if fixed or tensor.shape.rank is None else [None] * tensor.shape.rank
+    return tf.Variable(zeros, trainable=False, shape=shape)
 
 
 def _specs(arguments: Any) -> Any:

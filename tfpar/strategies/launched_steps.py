@@ -7,6 +7,10 @@ The loop of `multi_step` launches a step when the one before has ended: fast whe
 but a GPU is idle meanwhile. Here nothing that a device computes is read between two steps. Whether losses are finite is
 counted on the device, and read with the metrics at the end of a call.
 
+A step is traced for the sizes of the first batch, and once more for any other. With a size that is not known,
+TensorFlow computes shapes in the step and copies them to the GPU, and such a copy waits for all operations before it:
+52 times in a step of a transformer of 12 blocks.
+
 A step is a function without results. TensorFlow 2.21 gives each result a control dependency on all operations with side
 effects (`auto_control_deps.py`, `__exit__`), so that the call of a function with a result on the host, or on another
 GPU than the last update, returns when all devices have computed (`gpu_util.cc`).
@@ -54,6 +58,7 @@ class LaunchedSteps:
         digest: Returns the digest of the global batch of an element; None for none.
         device: The device of operations of the step that request none; None for the host.
         jit_compile: Compile the step with XLA.
+        fixes_sizes: Whether a step is traced for the sizes of the first batch, and not for any size alone.
         fallback: Returns the way back from XLA where it was chosen for the model; None where it was not, or not yet.
         run_again: Runs a step on an element again, one operation after another and without an update, where TensorFlow
             hides the error of an operation; None where it reports it.
@@ -70,6 +75,7 @@ class LaunchedSteps:
         *,
         device: str | None = None,
         jit_compile: bool = False,
+        fixes_sizes: bool = True,
         fallback: Callable[[], xla_choice.Fallback | None] = lambda: None,
         run_again: Callable[[Any], None] | None = None,
     ) -> None:
@@ -79,7 +85,9 @@ class LaunchedSteps:
         self._way_back: xla_choice.Fallback | None = None  # until the first step has run
         self._has_run = False
         self._error: Exception | None = None  # for which XLA was left out
-        self.launch = self._compiled(jit_compile)
+        self._jit_compile = jit_compile
+        self._usual_sizes: Any = None if fixes_sizes else ()
+        self._functions: dict[bool, Any] = {}
 
         def fill(upcoming: Any) -> None:
             with tf.device(HOST):
@@ -95,15 +103,29 @@ class LaunchedSteps:
             tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (fill, on_host, has_more, logs)
         )
 
-    def _compiled(self, jit_compile: bool) -> Any:
-        """Return a function of the upcoming element and the one after it, which launches a step."""
-        step = alone_on_devices(self._step, jit_compile)
-        if jit_compile:
+    def launch(self, upcoming: tf.experimental.Optional) -> Any:
+        """Return the function that launches the step of an element, traced, for it and the element after it."""
+        sizes = _sizes(upcoming.get_value())
+        self._usual_sizes = sizes if self._usual_sizes is None else self._usual_sizes
+        is_usual = sizes == self._usual_sizes
+        if is_usual not in self._functions:
+            function = self._compiled(sizes if is_usual else None)
+            with turns.Turn(), tf_function.repeatable_names():
+                function.get_concrete_function(upcoming, upcoming)
+            self._functions[is_usual] = function
+        return self._functions[is_usual]
+
+    def _compiled(self, sizes: Sequence[Any] | None) -> Any:
+        step = alone_on_devices(self._step, self._jit_compile)
+        if self._jit_compile:
             step = tf.function(step, autograph=False, reduce_retracing=True, jit_compile=True)
 
         def launch(upcoming: Any, following: Any) -> None:
             with tf.device(HOST):
-                batch = self._ahead.receive(upcoming.get_value())
+                element = upcoming.get_value()
+                for tensor, shape in zip(_tensors(element), sizes or (), strict=sizes is not None):
+                    tensor.set_shape(shape)
+                batch = self._ahead.receive(element)
                 with tf.device(self._device):
                     self._finite.note(step(batch))
                 self._ahead.refill(following)
@@ -160,8 +182,7 @@ class LaunchedSteps:
     def _trace(self, upcoming: tf.experimental.Optional) -> None:
         """Trace the functions of a call, in the turn of this thread."""
         try:
-            with tf_function.repeatable_names():
-                self.launch.get_concrete_function(upcoming, upcoming)
+            self.launch(upcoming)
         except xla_choice.NotCompiledError as error:
             self._leave_xla(upcoming, error)
         self._on_host.get_concrete_function(upcoming, upcoming)
@@ -171,7 +192,7 @@ class LaunchedSteps:
     def _launch(self, upcoming: tf.experimental.Optional, following: tf.experimental.Optional) -> None:
         try:
             with self._revealed(upcoming):
-                self.launch(upcoming, following)
+                self.launch(upcoming)(upcoming, following)
         except tf.errors.OpError as error:
             if self._error is not None:  # XLA is left out already
                 raise
@@ -179,7 +200,7 @@ class LaunchedSteps:
             self._fill(upcoming)
             self._finite.reset()
             with self._revealed(upcoming):
-                self.launch(upcoming, following)
+                self.launch(upcoming)(upcoming, following)
         if self._way_back is not None and self._error is not None:
             self._way_back.explain(self._error)
         self._has_run, self._way_back = True, None
@@ -189,13 +210,21 @@ class LaunchedSteps:
         if self._way_back is None:
             raise error
         self._way_back.leave_xla()
-        self._error, self.launch = error, self._compiled(jit_compile=False)
-        with turns.Turn():
-            self.launch.get_concrete_function(upcoming, upcoming)
+        self._error, self._jit_compile = error, False
+        self._functions.clear()
+        self.launch(upcoming)
 
     def _revealed(self, upcoming: tf.experimental.Optional) -> contextlib.AbstractContextManager[None]:
         run_again = self._run_again
         return contextlib.nullcontext() if run_again is None else revealed(lambda: run_again(upcoming.get_value()))
+
+
+def _tensors(element: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(element) if isinstance(leaf, tf.Tensor)]
+
+
+def _sizes(element: Any) -> list[tf.TensorShape]:
+    return [tensor.shape for tensor in _tensors(element)]
 
 
 class _FiniteSteps:
