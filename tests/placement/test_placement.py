@@ -22,7 +22,7 @@ PIPELINES = ("pipeline", "gpipe", "hybrid")
 # What the host waits for: the kind of the operation on a GPU and of its first reader, and the reason.
 WAITS_OF_KERAS_AND_TENSORFLOW = {
     ("BitwiseAnd", "Less"): "keras.ops.argmax of `accuracy` tells -0.0 from 0.0; TensorFlow compares int32 on the host",
-    ("SelectV2", "Size"): "keras.ops.take replaces negative rows; TensorFlow's gradient of a lookup takes their size",
+    ("SelectV2", "Reshape"): "keras.ops.take replaces negative rows; TensorFlow's gradient of a lookup flattens them",
     ("Identity", "LoopCond"): "the condition of Keras' loop over time steps",
     ("TensorListPopBack", "BroadcastGradientArgs"): "tf.while_loop saves shapes for its gradient in lists",
     ("TensorListPopBack", "TensorListReserve"): "the same",

@@ -236,6 +236,9 @@ def _size(part: Any, device: str) -> tf.Tensor:
     first = next(leaf for leaf in tf.nest.flatten(part) if leaf is not None)
     if not isinstance(first, tf.Tensor):
         return data.num_rows(part)
+    if first.shape.rank and first.shape[0] is not None:
+        with tf.device(HOST):
+            return tf.constant(first.shape[0], tf.int64)
     with tf.device(device):
         shape = tf.shape(first, out_type=tf.int64)
     with tf.device(HOST):
