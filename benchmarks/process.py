@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ def ask_all(
     requests: Sequence[Mapping[str, Any]],
     timeout_seconds: float = 600.0,
     prefixes: Sequence[Sequence[str]] = (),
+    library: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Run `python -m module` on several requests at the same time and return the outputs in their order.
 
@@ -54,6 +58,7 @@ def ask_all(
         requests: One a process.
         timeout_seconds: After that the processes are killed.
         prefixes: Words before the command of each process; none if empty.
+        library: A folder with the tfpar of the processes; None for that of this folder.
 
     Returns:
         What the module's function returned in each process.
@@ -64,8 +69,16 @@ def ask_all(
     with contextlib.ExitStack() as stack:
         processes = []
         for request, prefix in zip(requests, prefixes or [()] * len(requests), strict=True):
-            command = [*prefix, sys.executable, "-m", module, json.dumps(request)]
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            # Without -P the working directory comes before PYTHONPATH.
+            command = [*prefix, sys.executable, *(["-P"] if library else []), "-m", module, json.dumps(request)]
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | ({"PYTHONPATH": f"{library}{os.pathsep}{ROOT}"} if library else {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             stack.callback(_end, process)
             processes.append(process)
         # All pipes are read at once: a process whose pipe is full would wait, and its peers for it.
@@ -84,7 +97,40 @@ def ask_all(
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-def ask_workers(module: str, setting: Any, num_workers: int, rate: str | None = None) -> list[dict[str, Any]]:
+def stream(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds: float) -> Iterator[dict[str, Any]]:
+    """Run `python -m module` on several requests at the same time, and yield the outputs of the first as they come.
+
+    Args:
+        module: Name of a module that calls `reply` once for each output.
+        requests: One a process.
+        timeout_seconds: After that the processes are killed.
+
+    Raises:
+        WorkerError: If the first process failed or took too long, after its last output.
+    """
+    with contextlib.ExitStack() as stack:
+        errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+        processes: list[subprocess.Popen[str]] = []
+        for request in requests:
+            command = [sys.executable, "-m", module, json.dumps(request)]
+            out = subprocess.DEVNULL if processes else subprocess.PIPE
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors, text=True))
+            stack.callback(_end, processes[-1])
+        timer = threading.Timer(timeout_seconds, processes[0].kill)
+        stack.callback(timer.cancel)
+        timer.start()
+        assert processes[0].stdout is not None
+        yield from (json.loads(line) for line in processes[0].stdout if line.startswith("{"))
+        if processes[0].wait() != 0:
+            errors.seek(0)
+            lines = errors.read().splitlines()
+            late = [line for line in lines if line.startswith("Timeout (")]  # by faulthandler, before its tracebacks
+            raise WorkerError(f"exit status {processes[0].returncode}: " + "\n".join(late or lines[-5:]))
+
+
+def ask_workers(
+    module: str, setting: Any, num_workers: int, rate: str | None = None, library: Path | None = None
+) -> list[dict[str, Any]]:
     """Run `python -m module` once a worker, all at the same time, and return the outputs by rank.
 
     Each gets a request of the `setting`, its `rank` and the `addresses` of all workers, none for a single one.
@@ -95,6 +141,7 @@ def ask_workers(module: str, setting: Any, num_workers: int, rate: str | None = 
         num_workers: Processes.
         rate: The rate of the network between the workers, such as "1gbit", each on a host of its own (see
             `benchmarks.network`); None for the loopback.
+        library: As for `ask_all`.
 
     Raises:
         WorkerError: As `ask_all`.
@@ -108,7 +155,7 @@ def ask_workers(module: str, setting: Any, num_workers: int, rate: str | None = 
             prefixes = [host.command for host in hosts]
             addresses = [f"{host.address}:{network.PORT}" for host in hosts]
         requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(num_workers)]
-        return ask_all(module, requests, prefixes=prefixes)
+        return ask_all(module, requests, prefixes=prefixes, library=library)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -11,7 +11,6 @@ import rich.console
 import rich.table
 
 from benchmarks import all_reduce, parity_table
-from benchmarks.gpus import experiments as gpu_experiments
 from benchmarks.harness import Finding, Result, is_number, shown
 from benchmarks.scaling import layouts
 
@@ -46,8 +45,6 @@ def print_result(result: Result, console: rich.console.Console) -> None:
         console.print(_predictions(result))
     if result.findings:
         console.print(_findings(result))
-    if result.experiment.name.startswith(f"{gpu_experiments.NAME}_"):
-        print(gpu_experiments.as_markdown(result))
 
 
 def _settings(result: Result) -> rich.table.Table:

@@ -1,1 +1,1 @@
-"""Experiments on GPUs: one device, scaling, pipelines."""
+"""What `python -m benchmarks gpu` measures: trainers on GPUs, within a budget of seconds."""

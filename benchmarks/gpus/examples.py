@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from benchmarks.noise import noise
@@ -11,13 +13,20 @@ LEARNING_RATE = 0.01
 # "resnet50": images of ImageNet's size
 IMAGE_SHAPE, NUM_CLASSES = (224, 224, 3), 1000
 
-# "transformer": 12 pre-norm blocks with full attention, of the size of GPT-2; the inputs are embeddings
-CONTEXT, WIDTH, NUM_HEADS, NUM_BLOCKS = 512, 768, 12, 12
 
-# "tiny": for tests of the benchmark itself
-TINY_WIDTH = 8
+class Transformer(NamedTuple):
+    """The size of a stack of pre-norm blocks with full attention; the inputs are embeddings."""
 
-_SHAPES = {"resnet50": IMAGE_SHAPE, "transformer": (CONTEXT, WIDTH), "tiny": (TINY_WIDTH,)}
+    context: int
+    width: int
+    num_heads: int
+    num_blocks: int
+
+
+TRANSFORMERS = {
+    "transformer": Transformer(512, 768, 12, 12),  # of the size of GPT-2
+    "tiny": Transformer(8, 16, 2, 4),  # for parity, and for tests of the benchmark itself
+}
 
 
 def arrays(workload: str, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -30,4 +39,7 @@ def arrays(workload: str, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         float32 inputs and targets; the targets of "resnet50" are labels, `[num_rows]`.
     """
-    return noise(num_rows, _SHAPES[workload], NUM_CLASSES if workload == "resnet50" else None)
+    if workload == "resnet50":
+        return noise(num_rows, IMAGE_SHAPE, NUM_CLASSES)
+    size = TRANSFORMERS[workload]
+    return noise(num_rows, (size.context, size.width), None)

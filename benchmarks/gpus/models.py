@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
-from benchmarks.gpus.examples import (
-    CONTEXT,
-    IMAGE_SHAPE,
-    LEARNING_RATE,
-    NUM_BLOCKS,
-    NUM_CLASSES,
-    NUM_HEADS,
-    TINY_WIDTH,
-    WIDTH,
-)
+from benchmarks.gpus.examples import IMAGE_SHAPE, LEARNING_RATE, NUM_CLASSES, TRANSFORMERS, Transformer
 
 
 def resnet50_model() -> keras.Model:
@@ -22,36 +15,34 @@ def resnet50_model() -> keras.Model:
     return keras.applications.ResNet50(**arguments)
 
 
-def transformer_model() -> keras.Model:
-    """Return 12 pre-norm blocks of width 768 with 12 heads: `[batch, 512, 768]` -> `[batch, 512, 768]`."""
-    inputs = tokens = keras.Input((CONTEXT, WIDTH))
+def transformer_model(size: Transformer) -> keras.Model:
+    """Return pre-norm blocks: `[batch, context, width]` -> `[batch, context, width]`.
+
+    Args:
+        size: Of the blocks.
+    """
+    inputs = tokens = keras.Input((size.context, size.width))
     layers = keras.layers
-    for _ in range(NUM_BLOCKS):
+    for _ in range(size.num_blocks):
         normalized = layers.LayerNormalization(epsilon=1e-5)(tokens)
-        attended = layers.MultiHeadAttention(NUM_HEADS, WIDTH // NUM_HEADS)(normalized, normalized)
+        attended = layers.MultiHeadAttention(size.num_heads, size.width // size.num_heads)(normalized, normalized)
         tokens = layers.Add()([tokens, attended])
         normalized = layers.LayerNormalization(epsilon=1e-5)(tokens)
-        hidden = layers.Dense(4 * WIDTH, activation="gelu")(normalized)
-        tokens = layers.Add()([tokens, layers.Dense(WIDTH)(hidden)])
+        hidden = layers.Dense(4 * size.width, activation="gelu")(normalized)
+        tokens = layers.Add()([tokens, layers.Dense(size.width)(hidden)])
     return keras.Model(inputs, tokens)
 
 
-def tiny_model() -> keras.Model:
-    """Return 4 x Dense(8), for tests of the benchmark: `[batch, 8]` -> `[batch, 8]`."""
-    return keras.Sequential([keras.Input((TINY_WIDTH,)), *(keras.layers.Dense(TINY_WIDTH) for _ in range(4))])
-
-
-_LAYERS = {"resnet50": resnet50_model, "transformer": transformer_model, "tiny": tiny_model}
-
-
-def build_model(workload: str, jit_compile: bool) -> keras.Model:
+def build_model(workload: str, jit_compile: Any) -> keras.Model:
     """Return the compiled model of a workload.
 
     Args:
         workload: Its name.
-        jit_compile: Whether XLA compiles its steps.
+        jit_compile: For `compile`.
     """
-    model = _LAYERS[workload]()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if workload == "resnet50" else "mse"
+    if workload == "resnet50":
+        model, loss = resnet50_model(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    else:
+        model, loss = transformer_model(TRANSFORMERS[workload]), "mse"
     model.compile(keras.optimizers.SGD(LEARNING_RATE, momentum=0.9), loss, jit_compile=jit_compile)
     return model

@@ -6,6 +6,7 @@ TensorFlow by default; each batch is copied from pinned memory while the previou
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -13,54 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import peers, process
-from benchmarks.gpus.examples import LEARNING_RATE, NUM_BLOCKS, NUM_CLASSES, NUM_HEADS, TINY_WIDTH, WIDTH, arrays
+from benchmarks import peers
+from benchmarks.gpus.examples import LEARNING_RATE, NUM_CLASSES, TRANSFORMERS, arrays
 from benchmarks.gpus.setting import GpuSetting
-from benchmarks.gpus.worker import figures
-
-
-def run_here(setting: GpuSetting, rank: int, addresses: list[str]) -> dict[str, float]:
-    """Train this process' share of every global batch, in laps.
-
-    Args:
-        setting: What to train.
-        rank: Which device of the setting this process has.
-        addresses: Of all processes, empty for one; they connect at the first.
-    """
-    torch, device = start(setting, rank, addresses)
-    model = MODELS[setting.workload](torch).to(device)
-    if addresses:
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model = torch.compile(model) if setting.jit_compile else model
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
-    loss_of = torch.nn.functional.cross_entropy if setting.workload == "resnet50" else torch.nn.functional.mse_loss
-    share = setting.batch_size // len(setting.devices)
-    host = [in_host_memory(torch, array, device) for array in arrays(setting.workload, share)]
-
-    def step() -> None:
-        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in host)
-        optimizer.zero_grad()
-        loss_of(model(inputs), targets).backward()
-        optimizer.step()
-
-    return laps(torch, step, device, setting)
+from benchmarks.gpus.turn import figures, received, serve
+from benchmarks.harness import Output
 
 
 def start(setting: GpuSetting, rank: int, addresses: list[str]) -> tuple[Any, Any]:
     """Return PyTorch and the device of this process, connected to the other processes.
 
     Args:
-        setting: What to train.
+        setting: Any of this process.
         rank: Which device of the setting this process has.
-        addresses: As for `run_here`.
+        addresses: Of all processes, empty for one; they connect at the first.
     """
     torch = peers.load("torch")
-    torch.manual_seed(0)
     on_gpu = setting.devices[rank].startswith("GPU")
     device = torch.device("cuda", int(setting.devices[rank].partition(":")[2])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+        # As in benchmarks.gpus.worker, loading libraries is no part of a first step.
+        torch.nn.functional.conv2d(torch.ones(1, 8, 8, 8, device=device), torch.ones(3, 8, 3, 3, device=device))
+        torch.cuda.synchronize()
     if addresses:
         if not on_gpu:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -70,30 +47,85 @@ def start(setting: GpuSetting, rank: int, addresses: list[str]) -> tuple[Any, An
     return torch, device
 
 
+def run_here(torch: Any, device: Any, setting: GpuSetting) -> Output:
+    """Train this process' share of every global batch, in laps.
+
+    Args:
+        torch: PyTorch.
+        device: The device of this process.
+        setting: What to train.
+    """
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    share = setting.batch_size // len(setting.devices)
+    host = [in_host_memory(torch, array, device) for array in arrays(setting.workload, share)]
+    loss_of = torch.nn.functional.cross_entropy if setting.workload == "resnet50" else torch.nn.functional.mse_loss
+
+    def made() -> Callable[[], None]:
+        model = layers_of(torch, setting.workload).to(device)
+        if setting.workload == "resnet50":
+            model = model.to(memory_format=torch.channels_last)  # as the images are
+        if len(setting.devices) > 1:
+            model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = torch.compile(model) if setting.jit_compile is True else model
+        optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
+
+        def step() -> None:
+            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in host)
+            optimizer.zero_grad()
+            with precision_of(torch, device, setting):
+                loss = loss_of(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    return laps(torch, made, device, setting)
+
+
+def precision_of(torch: Any, device: Any, setting: GpuSetting) -> Any:
+    """Return the context of a forward pass: mixed precision by `torch.autocast`, or none."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=setting.precision == "mixed_bfloat16")
+
+
 def in_host_memory(torch: Any, array: np.ndarray, device: Any) -> Any:
     """Return an array as a tensor of the host, from which it can be copied to a GPU while that computes."""
     tensor = torch.from_numpy(array.copy())
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
-def laps(torch: Any, step: Callable[[], None], device: Any, setting: GpuSetting) -> dict[str, float]:
+def laps(torch: Any, made: Callable[[], Callable[[], None]], device: Any, setting: GpuSetting) -> Output:
     """Return the figures of a process that repeats a step.
 
     Args:
         torch: PyTorch.
-        step: Runs one step.
+        made: Builds the model and returns what runs one step.
         device: The device of this process.
         setting: What to train.
     """
-    wait: Callable[[], None] = (lambda: None) if device.type == "cpu" else torch.cuda.synchronize
-    moments: list[float] = []
+    on_cpu, moments = device.type == "cpu", list[float]()
+    wait: Callable[[], None] = (lambda: None) if on_cpu else torch.cuda.synchronize
+    if not on_cpu:
+        torch.cuda.reset_peak_memory_stats()
+    before = 0 if on_cpu else torch.cuda.memory_allocated()
+    began = time.perf_counter()
+    step = made()
+    step()
+    wait()
+    first_step_seconds = time.perf_counter() - began
     for _ in range(1 + setting.num_laps):
         moments.append(time.perf_counter())
         for _ in range(setting.steps_per_lap):
             step()
         wait()
         moments.append(time.perf_counter())
-    return figures(moments, setting.steps_per_lap)
+    peak = {} if on_cpu else {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+    return figures(setting, first_step_seconds, moments) | peak
+
+
+def layers_of(torch: Any, workload: str) -> Any:
+    """Return the model of a workload as `torch.nn.Sequential`."""
+    return _resnet50(torch) if workload == "resnet50" else _transformer(torch, workload)
 
 
 def _resnet50(torch: Any) -> Any:
@@ -106,7 +138,7 @@ def _resnet50(torch: Any) -> Any:
     def normalized(inputs: int, outputs: int, size: int = 1, stride: int = 1) -> list[Any]:
         return [nn.Conv2d(inputs, outputs, size, stride, size // 2), nn.BatchNorm2d(outputs, eps=1.001e-5)]
 
-    class Block(nn.Module):  # type: ignore[misc, name-defined]
+    class Block(nn.Module):  # type: ignore[name-defined]
         def __init__(self, inputs: int, width: int, stride: int, is_first: bool) -> None:
             super().__init__()
             first, second = normalized(inputs, width, 1, stride), normalized(width, width, 3)
@@ -117,7 +149,7 @@ def _resnet50(torch: Any) -> Any:
         def forward(self, x: Any) -> Any:
             return torch.relu(self.inside(x) + self.around(x))
 
-    class ChannelsFirst(nn.Module):  # type: ignore[misc, name-defined]
+    class ChannelsFirst(nn.Module):  # type: ignore[name-defined]
         def forward(self, x: Any) -> Any:
             return x.permute(0, 3, 1, 2)
 
@@ -131,21 +163,14 @@ def _resnet50(torch: Any) -> Any:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, NUM_CLASSES))
 
 
-def _transformer(torch: Any) -> Any:
+def _transformer(torch: Any, workload: str) -> Any:
+    size = TRANSFORMERS[workload]
     settings = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-    blocks = [torch.nn.TransformerEncoderLayer(WIDTH, NUM_HEADS, 4 * WIDTH, **settings) for _ in range(NUM_BLOCKS)]
-    return torch.nn.Sequential(*blocks)
-
-
-def _tiny(torch: Any) -> Any:
-    return torch.nn.Sequential(*(torch.nn.Linear(TINY_WIDTH, TINY_WIDTH) for _ in range(4)))
-
-
-MODELS = {"resnet50": _resnet50, "transformer": _transformer, "tiny": _tiny}
+    block = functools.partial(torch.nn.TransformerEncoderLayer, size.width, size.num_heads, 4 * size.width, **settings)
+    return torch.nn.Sequential(*(block() for _ in range(size.num_blocks)))
 
 
 if __name__ == "__main__":
-    received = process.request()
-    setting = GpuSetting(**received["setting"] | {"devices": tuple(received["setting"]["devices"])})
-    process.reply(run_here(setting, received["rank"], received["addresses"]))
+    given, own_rank, hosts = received()
+    serve(given, functools.partial(run_here, *start(given[0], own_rank, hosts)))
     os._exit(0)  # as benchmarks.worker: PyTorch sometimes aborts on its way out

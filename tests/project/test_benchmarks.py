@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks import harness, parity_table, process
 from benchmarks.experiments import EXPERIMENTS
-from benchmarks.gpus import experiments as gpu_experiments
+from benchmarks.gpus import budget, contenders, table
 from benchmarks.gpus.setting import GpuSetting
-from benchmarks.gpus.worker import measure as measure_gpus
 from benchmarks.harness import Experiment, Target
 from benchmarks.measurement import Measurement
 from benchmarks.results import ResultFile
@@ -21,16 +20,9 @@ from benchmarks.scaling.layouts import as_markdown
 from benchmarks.scaling.layouts import experiment as scaling
 from benchmarks.worker import measure
 from tests import ROOT
-from tests.support.extent import sampled
 
 MACHINE = {"cores": 2}
-TINY = GpuSetting("tiny", "tfpar", batch_size=4, devices=(), num_laps=1, steps_per_lap=2)
-GPU_TRAINERS = {
-    "one device, XLA": replace(TINY, devices=("CPU:0",), jit_compile=True),
-    "Keras": replace(TINY, trainer="keras", devices=("CPU:0",)),
-    "mirrored": replace(TINY, devices=("CPU:0", "CPU:1")),
-    "pipeline": replace(TINY, trainer="pipeline", devices=("CPU:0", "CPU:1"), num_microbatches=2),
-}
+TINY = GpuSetting("", "tiny", "tfpar", batch_size=4, devices=(), num_laps=1, steps_per_lap=2)
 
 
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,8 +44,7 @@ def test_the_command_lists_experiments_and_refuses_what_it_cannot_measure() -> N
 
 
 def test_the_targets_of_an_experiment_name_its_contenders() -> None:
-    on_gpus = gpu_experiments.experiments(["GPU:0", "GPU:1"], with_torch=True)
-    for experiment in [*EXPERIMENTS, *on_gpus]:
+    for experiment in EXPERIMENTS:
         named = {name for target in experiment.findings for name in (*target.ours, *target.theirs)}
         assert named == {*experiment.settings}, experiment.name
 
@@ -66,8 +57,8 @@ def test_every_case_of_the_parity_table_has_its_model_and_data() -> None:
 
 def test_the_tables_of_the_documentation_are_those_of_the_stored_parts() -> None:
     documented = (ROOT / "docs" / "scaling.md").read_text()
-    for table in as_markdown(harness.run_rounds(scaling(), 1)):
-        assert table in documented, "run python -m benchmarks scaling"
+    for one in as_markdown(harness.run_rounds(scaling(), 1)):
+        assert one in documented, "run python -m benchmarks scaling"
 
 
 @pytest.mark.multi_process
@@ -93,10 +84,35 @@ def test_a_worker_that_fails_says_why_and_one_that_hangs_is_ended() -> None:
         process.ask("benchmarks.worker", {}, timeout_seconds=0.01)
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_gpus_that_get_no_time_are_named_in_the_order_of_their_turns(number: int) -> None:
+    turns = contenders.turns([f"GPU:{index}" for index in range(number)], with_torch=True)
+    settings = [setting for turn in turns for setting in turn]
+    assert len({setting.label for setting in settings}) == len(settings)
+    outputs = budget.run(turns, 1.0, ResultFile(None, MACHINE))
+    assert table.as_markdown(turns, outputs) == (
+        "Not measured yet, and measured by the same command with --resume: "
+        f"{'; '.join(setting.label for setting in settings)}."
+    )
+
+
 @pytest.mark.extended
 @pytest.mark.multi_process
 @pytest.mark.slow_start
-@pytest.mark.parametrize("trainer", sampled(GPU_TRAINERS, of_ci=("pipeline",)))
-def test_each_trainer_of_gpus_runs_on_cpus(trainer: str) -> None:
-    output = measure_gpus(GPU_TRAINERS[trainer])
-    assert output["examples_per_second"] == pytest.approx(4 / output["step_seconds"])
+def test_gpus_are_measured_with_cpus_in_their_place_and_a_failure_ends_its_own_setting_alone(tmp_path: Path) -> None:
+    keras, tfpar, *others = contenders.turns(["CPU:0"], [TINY], with_torch=False)
+    late = tuple(replace(setting, name="late", limit_seconds=0.01) for setting in keras[:1])
+    wrong = tuple(replace(setting, name="wrong", devices=("CPU:9",)) for setting in tfpar[:1])
+    turns = [late, wrong, keras, tfpar, *(turn for turn in others if turn[0].quantity == "parity")]
+    path = tmp_path / "results.json"
+    outputs = budget.run(turns, 550.0, ResultFile(path, MACHINE))
+    assert budget.finished(turns, ResultFile(path, MACHINE, resume=True)) == outputs
+    assert [setting for turn in turns for setting in turn] == [*outputs]
+    failed = {setting.name: output["failed"] for setting, output in outputs.items() if "failed" in output}
+    assert {*failed} == {"late", "wrong"}
+    assert failed["late"] == "more than 0.01 s"
+    parity = [output for setting, output in outputs.items() if setting.quantity == "parity"]
+    assert parity
+    assert all(output["largest_difference"] <= output["tolerance"] for output in parity)
+    rows = table.as_markdown(turns, outputs).splitlines()
+    assert sum(row.startswith("| tiny") for row in rows) == len(outputs) - len(parity)
