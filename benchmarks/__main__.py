@@ -20,11 +20,12 @@ from pathlib import Path
 import rich.console
 from absl import app, flags
 
-from benchmarks import all_reduce
+from benchmarks import all_reduce, commits, step_times
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.gpus import budget, contenders, table
 from benchmarks.harness import Experiment, run_rounds
 from benchmarks.machine import describe_machine
+from benchmarks.one_core import ONE_CORE, TWO_DEVICES
 from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
 from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
@@ -41,6 +42,7 @@ from tfpar.files import atomic_file
 
 ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each setting has its turn.", 1)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
+AGAINST = flags.DEFINE_string("against", None, "A commit: train the settings of tfpar with tfpar of that commit too.")
 RESUME = flags.DEFINE_bool("resume", False, "Keep the finished rounds that --output holds, and measure the others.")
 BUDGET_SECONDS = flags.DEFINE_float("budget_seconds", 540.0, "gpu: the most that all its settings may take.", 0.0)
 SIZES = flags.DEFINE_list("sizes", list(all_reduce.SIZES), "all_reduce: sizes in KB or MB.")
@@ -53,6 +55,8 @@ ALL = {
     experiment.name: experiment
     for experiment in (
         *EXPERIMENTS,
+        ONE_CORE,
+        TWO_DEVICES,
         *PIPELINE_EXPERIMENTS,
         HYBRID_SLEEPING,
         WORKERS_SLEEPING,
@@ -95,7 +99,7 @@ def _experiment(name: str) -> Experiment:
         return all_reduce.experiment(ALGORITHM.value, [all_reduce.size_bytes(text) for text in SIZES.value])
     if name == layouts.NAME:
         return layouts.experiment(Path(PARTS.value))
-    return ALL[name]
+    return ALL[name] if AGAINST.value is None else step_times.against(ALL[name], commits.resolved(AGAINST.value))
 
 
 def _run(experiments: Sequence[Experiment], with_gpus: bool, console: rich.console.Console) -> None:

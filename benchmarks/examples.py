@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from benchmarks.noise import noise
+
 NUM_FEATURES, NUM_CLASSES = 20, 10
-IMAGE_SHAPE = (28, 28, 1)
+IMAGE_SHAPE, SMALL_PHOTO_SHAPE, PHOTO_SHAPE = (28, 28, 1), (32, 32, 3), (96, 96, 3)
 WIDTH = 2048
+# "blocks": four pre-norm blocks with full attention; the inputs are embeddings
+CONTEXT, BLOCK_WIDTH, NUM_HEADS, NUM_BLOCKS = 128, 256, 4, 4
+VOCABULARY, EMBEDDING_WIDTH, NUM_TOKENS = 50_000, 64, 32
+
+Arrays = tuple[np.ndarray, np.ndarray]
 
 
-def host_bound_arrays(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def host_bound_arrays(num_rows: int) -> Arrays:
     """Return `([num_rows, 20], [num_rows, 1])` of a linear problem.
 
     Args:
@@ -20,26 +29,25 @@ def host_bound_arrays(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     return inputs, inputs @ rng.normal(size=(NUM_FEATURES, 1)).astype("float32")
 
 
-def cnn_arrays(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `([num_rows, 28, 28, 1], [num_rows])` of noise with random labels.
-
-    Args:
-        num_rows: Images.
-    """
-    rng = np.random.default_rng(0)
-    images = rng.random(size=(num_rows, *IMAGE_SHAPE), dtype="float32")
-    return images, rng.integers(0, NUM_CLASSES, size=num_rows)
-
-
-def dense_arrays(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `([num_rows, 2048], [num_rows, 2048])` of noise.
+def token_arrays(num_rows: int) -> Arrays:
+    """Return `([num_rows, 32], [num_rows])` of random tokens with random labels.
 
     Args:
         num_rows: Rows.
     """
     rng = np.random.default_rng(0)
-    shape = (num_rows, WIDTH)
-    return rng.random(size=shape, dtype="float32"), rng.random(size=shape, dtype="float32")
+    tokens = rng.integers(0, VOCABULARY, size=(num_rows, NUM_TOKENS), dtype="int32")
+    return tokens, rng.integers(0, NUM_CLASSES, size=num_rows)
 
 
-ARRAYS = {"host_bound": host_bound_arrays, "cnn": cnn_arrays, "dense": dense_arrays}
+# From a number of rows.
+ARRAYS: dict[str, Callable[[int], Arrays]] = {
+    "host_bound": host_bound_arrays,
+    "cnn": lambda num_rows: noise(num_rows, IMAGE_SHAPE, NUM_CLASSES),
+    "dense": lambda num_rows: noise(num_rows, (WIDTH,), None),
+    "dense_adam": lambda num_rows: noise(num_rows, (WIDTH,), None),
+    "resnet20": lambda num_rows: noise(num_rows, SMALL_PHOTO_SHAPE, NUM_CLASSES),
+    "blocks": lambda num_rows: noise(num_rows, (CONTEXT, BLOCK_WIDTH), None),
+    "embedding": token_arrays,
+    "mobilenet": lambda num_rows: noise(num_rows, PHOTO_SHAPE, NUM_CLASSES),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-Workload = Literal["host_bound", "cnn", "dense"]
+Workload = Literal["host_bound", "cnn", "dense", "dense_adam", "resnet20", "blocks", "embedding", "mobilenet"]
 TrainerName = Literal["keras", "tfpar", "tf_keras", "torch"]
 Compression = Literal["bfloat16"]
 CheckpointWriting = Literal["asynchronous", "synchronous"]
@@ -30,6 +30,8 @@ class Measurement:
         compression: The argument of `tfpar.MultiWorker`.
         checkpoints: How tfpar writes a checkpoint every second; None for no checkpoints.
         rate: The rate of the network between the workers, such as "1gbit"; None for the loopback.
+        fused: The argument of `tfpar.Trainer`.
+        commit: The commit whose tfpar trains, see `benchmarks.commits`; None for that of this folder.
     """
 
     workload: Workload
@@ -46,6 +48,8 @@ class Measurement:
     compression: Compression | None = None
     checkpoints: CheckpointWriting | None = None
     rate: str | None = None
+    fused: bool = True
+    commit: str | None = None
 
 
 class Timing(NamedTuple):

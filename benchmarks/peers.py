@@ -21,10 +21,14 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def root() -> Path:
+    """Return the folder of all that the benchmarks keep outside of this one."""
+    return Path(os.environ.get("TFPAR_BENCHMARK_PEERS") or "~/.cache/tfpar-benchmarks").expanduser().absolute()
+
+
 def folder(peer: str) -> Path:
     """Return the folder of a peer's packages."""
-    root = os.environ.get("TFPAR_BENCHMARK_PEERS") or Path.home() / ".cache" / "tfpar-benchmarks"
-    return Path(root).expanduser().absolute() / f"{peer}-python{sys.version_info.major}.{sys.version_info.minor}"
+    return root() / f"{peer}-python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def install(peer: str) -> None:

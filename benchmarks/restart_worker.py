@@ -56,7 +56,7 @@ def main(folder: Path, name: str) -> None:
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     strategy = STRATEGIES[name]()
-    trainer = tfpar.Trainer(workloads.cnn_model, strategy, seed=0)
+    trainer = tfpar.Trainer(lambda: workloads.build_model("cnn"), strategy, seed=0)
     data = workloads.dataset("cnn", 128, 20).repeat()
     checkpoints = tfpar.Checkpoints(folder / "checkpoints", every_seconds=CHECKPOINT_SECONDS)
     records = [Record(folder / "steps")] if strategy.is_chief else []

@@ -9,6 +9,7 @@ the time around `fit` was such sleep; with autotuning off there was none. It is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import peers, process, torch_peer
+from benchmarks import commits, peers, process, torch_peer
 from benchmarks.harness import Output
 from benchmarks.measurement import Measurement, Timing
 
@@ -32,7 +33,9 @@ def measure(measurement: Measurement) -> Output:
     """
     if measurement.trainer in peers.REQUIREMENTS:
         peers.install(measurement.trainer)
-    outputs = process.ask_workers("benchmarks.worker", measurement, measurement.num_workers, measurement.rate)
+    library = commits.folder(measurement.commit) if measurement.commit is not None else None
+    workers = measurement.num_workers
+    outputs = process.ask_workers("benchmarks.worker", measurement, workers, measurement.rate, library)
     timing = max(Timing(**output) for output in outputs)
     steps_per_second = measurement.num_steps / timing.training_seconds
     return {
@@ -113,14 +116,16 @@ def _fit_of(measurement: Measurement) -> tuple[Any, Callable[..., Any]]:
     import tfpar
     from benchmarks import workloads
 
-    build_model = workloads.BUILD_MODEL[measurement.workload]
+    build_model = functools.partial(workloads.build_model, measurement.workload)
     devices = [f"CPU:{number}" for number in range(measurement.num_replicas)]
     strategy: Any
     if measurement.trainer == "tfpar":
         strategy = tfpar.SingleDevice() if len(devices) == 1 else tfpar.Mirrored(devices)
         if measurement.num_workers > 1:
             strategy = tfpar.MultiWorker(compression=measurement.compression)
-        return keras, tfpar.Trainer(build_model, strategy, seed=0).fit
+        # Other commits may not know the argument, which is True by default.
+        options = {} if measurement.fused else {"fused": False}
+        return keras, tfpar.Trainer(build_model, strategy, seed=0, **options).fit
     library = peers.load("tf_keras") if measurement.trainer == "tf_keras" else keras
     if measurement.num_workers > 1:
         scope = tf.distribute.MultiWorkerMirroredStrategy().scope()

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, parity_table, process
+from benchmarks import harness, parity_table, process, step_times
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.gpus import budget, contenders, table
 from benchmarks.gpus.setting import GpuSetting
 from benchmarks.harness import Experiment, Target
 from benchmarks.measurement import Measurement
+from benchmarks.one_core import MODELS, ONE_CORE, TWO_DEVICES
 from benchmarks.results import ResultFile
 from benchmarks.scaling.layouts import as_markdown
 from benchmarks.scaling.layouts import experiment as scaling
@@ -47,6 +48,14 @@ def test_the_targets_of_an_experiment_name_its_contenders() -> None:
     for experiment in EXPERIMENTS:
         named = {name for target in experiment.findings for name in (*target.ours, *target.theirs)}
         assert named == {*experiment.settings}, experiment.name
+
+
+def test_each_model_is_compared_with_keras_and_with_another_commit() -> None:
+    steps = {"step_seconds": 1.0, "step_processor_seconds": 1.0}
+    for experiment in (ONE_CORE, step_times.against(TWO_DEVICES, "f00dfeed" * 5)):
+        outputs = dict.fromkeys(experiment.settings, steps)
+        assert [finding.of(outputs) for finding in experiment.findings] == [1.0] * len(experiment.findings)
+        assert len(experiment.findings) >= 2 * len(MODELS)
 
 
 def test_every_case_of_the_parity_table_has_its_model_and_data() -> None:
