@@ -38,9 +38,10 @@ def start(setting: GpuSetting, rank: int, addresses: list[str]) -> tuple[Any, An
         # As in benchmarks.gpus.worker, loading libraries is no part of a first step.
         torch.nn.functional.conv2d(torch.ones(1, 8, 8, 8, device=device), torch.ones(3, 8, 3, 3, device=device))
         torch.cuda.synchronize()
+    else:
+        torch.set_num_threads(1)  # CPUs in place of GPUs, for tests: its threads would wait for each other on few cores
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if addresses:
-        if not on_gpu:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         backend, world_size = "nccl" if on_gpu else "gloo", len(addresses)
         address = f"tcp://{addresses[0]}"
         torch.distributed.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
@@ -56,7 +57,8 @@ def run_here(torch: Any, device: Any, setting: GpuSetting) -> Output:
         setting: What to train.
     """
     torch.manual_seed(0)
-    torch.compiler.reset()
+    if setting.jit_compile is True:
+        torch.compiler.reset()  # of the settings before
     share = setting.batch_size // len(setting.devices)
     host = [in_host_memory(torch, array, device) for array in arrays(setting.workload, share)]
     loss_of = torch.nn.functional.cross_entropy if setting.workload == "resnet50" else torch.nn.functional.mse_loss
