@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,6 +37,8 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_experiments_and_refuses_what_it_cannot_measure() -> None:
     names = [line.split()[0] for line in benchmarks().stdout.splitlines()]
     assert {one.name for one in EXPERIMENTS} <= {*names}
+    documented = re.findall(r"^(?:\| |- )`(\w+)`", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
+    assert {*documented} < {*names}
     unknown = benchmarks("cnnn")
     assert unknown.returncode == 1
     assert f"no experiment 'cnnn'. There are: {', '.join(names)}, all." in unknown.stderr
