@@ -42,8 +42,8 @@ class LossReduction:
         self.partial_values = not keras_metrics.trackers_of_losses(model)
 
     def ways(self, training: bool) -> tuple[Way, ...]:
-        """Return what losses computed in `call` need of the whole batch."""
-        return self.verdicts[training].ways if self._divides else ()
+        """Return what losses computed in `call` need of the whole batch; nothing where no loss was studied."""
+        return self.verdicts.get(training, Verdict()).ways if self._divides else ()
 
     def is_own(self, training: bool) -> bool:
         """Return whether the loss is that of an overridden `compute_loss`, of the part."""
