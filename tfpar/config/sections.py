@@ -77,7 +77,9 @@ class Training(Section):
     precision: Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"] = Field(
         "float32", description="Keras dtype policy."
     )
-    jit_compile: bool = Field(False, description="Compile the step with XLA; slower on CPU.")
+    jit_compile: bool | Literal["auto"] = Field(
+        "auto", description="Compile the step with XLA, slower on CPUs; auto: on GPUs where XLA can, as in Keras."
+    )
     fused: bool = Field(True, description="Use TensorFlow's fused kernels in place of Keras' chains of operations.")
     gradient_accumulation_steps: int = Field(1, ge=1, description="Steps whose gradients are averaged into one update.")
     clipnorm: OrNone[Limit] = Field(None, description="Largest norm of each gradient.")
