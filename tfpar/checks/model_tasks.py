@@ -23,11 +23,15 @@ from tfpar.checks.models import ModelSource
 from tfpar.checks.processes import at_stage
 from tfpar.config import settings_read
 from tfpar.full_precision import full_precision
+from tfpar.messages.reasons import message_of
 from tfpar.messages.received import quoted
 from tfpar.reduction import objective
 from tfpar.runs import run_data, user_trainer
 from tfpar.strategies import model_checks
+from tfpar.strategies.data_parallel import ENGINE_OF_REPLICAS
 from tfpar.strategies.single_device import forward_backward
+from tfpar.study.report import rows_of
+from tfpar.study.study import study
 
 _NUM_STEPS = 3
 _NUM_EXAMPLES, _FREE_SIZE = 8, 8  # of a batch that is made up, and of axes without a size
@@ -54,7 +58,22 @@ def step(device: str, source: ModelSource, dtype: str | None, start: Any) -> dic
         "num_weights": len(model.trainable_variables),
         "policy": model.dtype_policy.name,
         "start": (weights, batch) if start is None else None,
+        "parts": _parts(model, batch) if start is None else None,
     }
+
+
+def _parts(model: keras.Model, batch: Any) -> tuple[bool, str]:
+    """Return whether replicas train a model, and what a study of it finds; or why they refuse it."""
+    at_stage("the study of the model")
+    if objective.objectives_of(model):
+        return True, "objectives, each with a value for each row"
+    tensors = tf.nest.map_structure(lambda value: None if value is None else tf.convert_to_tensor(value), batch)
+    try:
+        with full_precision():
+            verdict, _ = study(model, data.varied_first(tensors), "train", ENGINE_OF_REPLICAS)
+    except ValueError as error:
+        return False, message_of(error)
+    return True, "; ".join(f"{name}: {found}, {done}" for name, found, done in rows_of(model, verdict))
 
 
 def one_step(model: keras.Model, batch: Any, strategy: tfpar.SingleDevice) -> tuple[Any, dict[str, Any]]:

@@ -72,6 +72,9 @@ def check(source: ModelSource, devices: Sequence[str], available: gpus.Found, at
     }
     figure = f"one step on the CPU, loss {values['loss']:.6g}, {values['num_weights']} weights"
     yield Check("model", "ok", figure, values=values)
+    trains, found = first.result["parts"]
+    found = found if trains else f"Mirrored and MultiWorker refuse it. {found}"
+    yield Check("parts of a batch", "ok" if trains else "skipped", found, values={"trains": trains})
     start = first.result["start"]
     others = [name for name in devices if name != _CPU]  # the first step was that of the CPU
     tasks = [step(_CPU, "float64", start), *(step(name, None, start) for name in others)]

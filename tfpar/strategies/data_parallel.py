@@ -58,6 +58,7 @@ _WORDS = Words(
         "SingleDevice()."
     ),
 )
+ENGINE_OF_REPLICAS = Engine(_WORDS, gathers=True, adds_states=True)
 
 
 class DataParallel(DividesState):
@@ -180,7 +181,7 @@ class DataParallel(DividesState):
 
     def _engine(self, kind: str) -> Engine:
         """Return what this engine can do in steps of a kind."""
-        return Engine(_WORDS, gathers=True, adds_states=True, gathers_layers=self._batch_dependent_layers == "gather")
+        return ENGINE_OF_REPLICAS._replace(gathers_layers=self._batch_dependent_layers == "gather")
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Return the verdict on which the workers agree."""
