@@ -70,7 +70,10 @@ def turns(
         _stages(workloads[0], devices if len(devices) > 1 else [devices[0], devices[0].replace(":0", ":1")]),
         _turn(on_one, "tfpar, no XLA, fused=False", jit_compile=False, fused=False),
         _turn(on_one, "Keras fit, no XLA", trainer="keras", jit_compile=False),
+        _turn(on_one, "tfpar, no XLA, loop of steps", jit_compile=False, launches_steps=False),
+        _turn(on_one, "tfpar, no XLA, layout optimizer", jit_compile=False, layout_optimizer=True),
         _turn(on_one, "tfpar, no XLA, no layout optimizer", jit_compile=False, layout_optimizer=False),
+        _turn(on_one, "tfpar, no XLA, memory not pinned", jit_compile=False, pins_memory=False),
     ]
     return [turn for turn in found if with_torch or turn[0].trainer not in PEERS]
 

@@ -29,7 +29,9 @@ class GpuSetting:
         precision: Keras' dtype policy, or the same with `torch.autocast`; float32 products run in TensorFloat-32.
         jit_compile: The argument of Keras' `compile`; True is `torch.compile` for PyTorch.
         fused: The argument of `tfpar.Trainer`.
-        layout_optimizer: Whether TensorFlow may turn convolutions into NCHW; None for its default.
+        layout_optimizer: Whether TensorFlow may turn convolutions into NCHW; None for tfpar's choice.
+        launches_steps: Whether each step is launched while the one before runs; else the steps are a loop.
+        pins_memory: Whether batches lie in pinned memory of the host.
         num_microbatches: Micro-batches of a pipeline.
         quantity: "speed", or "parity": the largest difference from one device, by `tfpar.check_parity`.
         num_laps: Timed groups of steps; the first step and the group after it are not timed.
@@ -46,6 +48,8 @@ class GpuSetting:
     jit_compile: bool | Literal["auto"] = "auto"
     fused: bool = True
     layout_optimizer: bool | None = None
+    launches_steps: bool = True
+    pins_memory: bool = True
     num_microbatches: int = 1
     quantity: Quantity = "speed"
     num_laps: int = 3

@@ -26,7 +26,12 @@ def start(settings: Sequence[GpuSetting]) -> None:
     import tensorflow as tf
 
     import tfpar
+    from tfpar.strategies import launched_steps
 
+    if not settings[0].launches_steps:
+        launched_steps.suits = lambda devices: False
+    if not settings[0].pins_memory:
+        _leave_host_memory()
     kind, number = settings[0].devices[0].partition(":")[0], max(len(setting.devices) for setting in settings)
     if kind == "CPU":  # in place of GPUs, for tests
         if number > 1:
@@ -44,6 +49,20 @@ def start(settings: Sequence[GpuSetting]) -> None:
     # The first product and the first convolution load libraries for seconds, which are no part of a first step.
     tf.linalg.matmul(tf.ones([8, 8]), tf.ones([8, 8])).numpy()
     tf.nn.conv2d(tf.ones([1, 8, 8, 8]), tf.ones([3, 3, 8, 8]), 1, "SAME").numpy()
+
+
+def _leave_host_memory() -> None:
+    """Let TensorFlow start without pinned memory of the host."""
+    from tensorflow.python.eager import context
+
+    compute = context.Context._compute_gpu_options
+
+    def compute_unpinned(self: Any) -> Any:
+        options = compute(self)
+        options.force_gpu_compatible = False
+        return options
+
+    context.Context._compute_gpu_options = compute_unpinned
 
 
 def _free_mib() -> int:
