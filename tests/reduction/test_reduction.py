@@ -292,31 +292,7 @@ def test_a_model_that_only_adds_losses_needs_no_targets(as_tuple: bool) -> None:
     small.assert_same_history(trainer.fit(dataset, epochs=2, verbose=0).history, expected)
 
 
-class SelfReducing(keras.losses.Loss):
-    def __call__(self, targets: Any, outputs: Any, sample_weight: Any = None) -> Any:
-        return keras.ops.mean(outputs**2)
-
-
-def returns_a_scalar(targets: Any, outputs: Any) -> Any:
-    return keras.ops.max(outputs**2)
-
-
-def compares_examples(targets: Any, outputs: Any) -> Any:
-    """A common mistake: `[batch, 1]` and `[batch]` are broadcast to `[batch, batch]`."""
-    return keras.ops.square(keras.ops.expand_dims(targets, -1) - keras.ops.sum(outputs, -1))
-
-
 INDIVISIBLE = {
-    "a scalar that is no mean": (
-        parity_cases.classifier(loss=lambda: returns_a_scalar), "loss function that returns a scalar must be a sum or"
-    ),
-    "a loss with a __call__ of its own": (
-        parity_cases.classifier(loss=SelfReducing), "SelfReducing overrides __call__"
-    ),
-    "a loss that spreads over the batch": (
-        parity_cases.classifier(loss=lambda: compares_examples), "one value per example"
-    ),
-    "Circle": (parity_cases.classifier(loss=keras.losses.Circle), "Circle compares all examples of a batch"),
     "neither mean nor sum": (
         adds(lambda: Adds(lambda features: keras.ops.max(features))),
         r"added with add_loss to 'sequential.*' must be a sum or a mean over the batch",
@@ -325,7 +301,6 @@ INDIVISIBLE = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", INDIVISIBLE)
 def test_losses_that_replicas_cannot_reduce_are_refused_before_the_first_step_and_only_over_replicas(name: str) -> None:
     build, message = INDIVISIBLE[name]

@@ -154,7 +154,7 @@ class DataParallel(DividesState):
         runs.begin(model)
         if self.num_replicas == 1:
             return
-        if objective.objectives_of(model):
+        if kind != "predict" and objective.objectives_of(model):
             with self.raising_on_all_workers():
                 objective.check(model, batch)
         else:
