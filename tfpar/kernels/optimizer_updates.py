@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpar import host_sizes
 from tfpar._compat import keras_slot_memory, tf_variables
 from tfpar.kernels import row_updates
 
@@ -78,7 +79,7 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
         return False
     run, gradient = kernel.run, tf.cast(gradient, variable.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        if kernel.by_rows is None or "GPU" in variable.device:
+        if kernel.by_rows is None or host_sizes.is_gpu(variable.device):
             return False
         run, gradient = kernel.by_rows(run, gradient, variable.shape)
     memory = dict(zip(("var", *kernel.slots), handles, strict=True))
