@@ -26,7 +26,7 @@ def test_examples_differ_in_outputs_and_have_parts() -> None:
 def test_targets_end_at_different_positions_and_flags_change() -> None:
     batch = tf.zeros([8, 2]), {"tokens": tf.ones([8, 5], "int32"), "flags": tf.constant([True] * 8)}
     same, _, ended, binary, *_ = made_up(batch, tf.zeros([8, 1]))
-    assert ended.targets["tokens"].numpy().sum(1).tolist() == [2, 3, 4, 5] * 4
+    assert ended.targets["tokens"].numpy().sum(1).tolist() == [1, 2, 3, 4] * 4
     assert ended.targets["flags"].numpy().tolist() == [True, False] * 8
     assert same.targets["flags"].numpy().all()
     assert 0 < binary.targets["flags"].numpy().sum() < 8

@@ -128,10 +128,6 @@ class OfBatch(keras.layers.Layer):
         (lambda: OfBatch(lambda rows: keras.ops.reshape(rows, (8, 3))), r"in a reshape, or train on SingleDevice\(\)"),
         (lambda: OfBatch(lambda rows: rows * np.random.rand()), r"in the constructor, or train on SingleDevice\(\)"),
         (
-            lambda: OfBatch(keras.ops.transpose),
-            r'ops.transpose, or train on SingleDevice\(\). Or train with shard="opt',
-        ),
-        (
             lambda: keras.layers.BatchNormalization(synchronized=True),
             r'by itself, or train on SingleDevice\(\). Or train with shard="optimizer"',
         ),

@@ -140,5 +140,5 @@ def test_recomputed_layers_are_refused_in_stages(strategy: Callable[[], tfpar.St
 
 def test_row_numbers_of_several_examples_are_refused() -> None:
     trainer = tfpar.Trainer(model_of(lambda: Positions(lambda numbers: keras.ops.max(numbers, 0))), replicas(), seed=0)
-    with pytest.raises(ValueError, match=r"received 'positions(_\d+)?', which uses the whole batch"):
+    with pytest.raises(ValueError, match=r"received 'positions(_\d+)?', where an example depends on the others"):
         trainer.fit(tokens(), verbose=0)

@@ -47,11 +47,12 @@ def loss_kinds(model: keras.Model, many: Sequence[Rows]) -> tuple[Kind, ...]:
     Raises:
         ValueError: If a loss fails on the rows of the batch.
     """
-    values_of = _of_rows(lambda rows: _values(model, rows), many)
-    number = max((len(whole) for whole, _ in values_of), default=0)
-    columns = [[(whole[i], [part[i] for part in parts]) for whole, parts in values_of] for i in range(number)]
-    sizes = [rows.sizes for rows in many]
-    return tuple(_kind(column, sizes) for column in columns)
+    runs = _of_rows(lambda rows: _values(model, rows), many)
+    number = max((len(whole) for _, whole, _ in runs), default=0)
+    return tuple(
+        _kind([(sizes, whole[index], [part[index] for part in parts]) for sizes, whole, parts in runs])
+        for index in range(number)
+    )
 
 
 def own_kind(model: keras.Model, many: Sequence[Rows], training: bool) -> Kind:
@@ -69,11 +70,11 @@ def own_kind(model: keras.Model, many: Sequence[Rows], training: bool) -> Kind:
         return "whole"
     found = _of_rows(lambda rows: _with_counted(model, rows, training), many)
     kinds = [relation.ANY]
-    for rows, (whole, parts) in zip(many, found, strict=False):
+    for sizes, whole, parts in found:
         for number, (metric, value) in enumerate(whole):
             if any(len(part) <= number for part in parts) or not parts:
                 return "whole"
-            relations = relation.relations(value, [part[number][1] for part in parts], rows.sizes)
+            relations = relation.relations(value, [part[number][1] for part in parts], sizes)
             if metric is None:
                 kinds.append(relations)
             elif ("sum" if isinstance(metric, keras.metrics.Sum) else "mean") not in relations:
@@ -111,27 +112,38 @@ def own_loss(model: keras.Model, rows: Rows, training: bool) -> tf.Tensor:
     return value
 
 
-def _of_rows(values_of: Callable[[Rows], Any], many: Sequence[Rows]) -> list[tuple[Any, list[Any]]]:
-    """Return the values of rows and those of their parts; none of made-up rows on which they fail.
+def _of_rows(values_of: Callable[[Rows], Any], many: Sequence[Rows]) -> list[tuple[Sequence[int], Any, list[Any]]]:
+    """Return the sizes of parts, the values of rows and those of the parts; none of made-up rows on which they fail.
 
     Where the rows are those of the batch and parts of them fail, the values of the parts are none.
     """
-    found = []
+    found: list[tuple[Sequence[int], Any, list[Any]]] = []
     for rows in many:
         try:
             whole = values_of(rows)
         except Exception as error:
             if rows.is_given:
-                raise _failure(error, sum(rows.sizes)) from error
+                raise _failure(error) from error
             continue
-        try:
-            found.append((whole, [values_of(part) for part in rows.parts()]))
-        except Exception:
-            found.append((whole, []))
+        divided = _of_parts(values_of, rows)
+        if divided is not None or rows.is_given:
+            found.append((rows.sizes, *(divided or (whole, []))))
     return found
 
 
-def _failure(error: Exception, number: int) -> Exception:
+def _of_parts(values_of: Callable[[Rows], Any], rows: Rows) -> tuple[Any, list[Any]] | None:
+    """Return the values of rows and of their parts, in the first order in which none of them fails; None for none.
+
+    An image without boxes may have no loss alone, but has one beside others, which pad its targets.
+    """
+    for number in range(sum(rows.sizes)):
+        with contextlib.suppress(Exception):
+            rolled = rows.rolled(number)
+            return values_of(rolled), [values_of(part) for part in rolled.parts()]
+    return None
+
+
+def _failure(error: Exception) -> Exception:
     if isinstance(error, tf.errors.OpError) and (sentence := data.label_out_of_range(error.message)):
         return ValueError(sentence)
     return error
@@ -165,17 +177,17 @@ def _values(model: keras.Model, rows: Rows) -> list[Value]:
     return found
 
 
-def _kind(column: Sequence[tuple[Value, list[Value]]], sizes: Sequence[tuple[int, ...]]) -> Kind:
+def _kind(column: Sequence[tuple[Sequence[int], Value, list[Value]]]) -> Kind:
     """Return the kind of a loss from its values for several rows and for their parts."""
-    relations, first = [], column[0][0]
-    for (whole, parts), of_parts in zip(column, sizes, strict=False):
+    relations, first = [], column[0][1]
+    for sizes, whole, parts in column:
         if not parts:  # it fails on them
             return "whole"
-        relations.append(relation.relations(whole.values, [part.values for part in parts], of_parts))
+        relations.append(relation.relations(whole.values, [part.values for part in parts], sizes))
     common = relation.in_all(relations)
     if first.values.ndim and "joined" in common:
         return "rows"
-    if any(whole.is_weighted for whole, _ in column):
+    if any(whole.is_weighted for _, whole, _ in column):
         return "whole"  # Keras multiplies such values by weights of other rows
     if first.values.ndim:
         return "rows" if "mean" in common and first.reduction != "sum" else "whole"

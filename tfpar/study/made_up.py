@@ -55,6 +55,15 @@ class Rows(NamedTuple):
         rows = [data.take_rows(tuple(self[:4]), end - size, end) for size, end in bounds]
         return [self._replace(inputs=x, targets=y, weights=w, outputs=z) for x, y, w, z in rows]
 
+    def rolled(self, number: int) -> Rows:
+        """Return the rows from one on, and then those before it."""
+        if not number:
+            return self
+        size, rows = sum(self.sizes), tuple(self[:4])
+        parts = [data.take_rows(rows, number, size), data.take_rows(rows, 0, number)]
+        inputs, targets, weights, outputs = data.join_batches(parts)
+        return self._replace(inputs=inputs, targets=targets, weights=weights, outputs=outputs)
+
     @property
     def share(self) -> float:
         """The share of these rows in those of all parts."""
