@@ -69,7 +69,7 @@ def classifier(backbone_of: Callable[[], keras.Model]) -> Callable[[], keras.Mod
     return build
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", BACKBONES)
 def test_a_backbone_trains_in_stages_as_on_one_device(name: str) -> None:
     backbone_of, inputs = BACKBONES[name]

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tf.data.Dataset],
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "_"))
 def test_it_trains_evaluates_and_predicts_as_on_one_device(name: str) -> None:
     assert_pipeline_equals_one_device(*CASES[name])

@@ -12,8 +12,7 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 BOUNDS = {"transformer": (2090, 1, 7), "resnet20": (423, 0, 2)}
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("model", BOUNDS)
+@pytest.mark.parametrize("model", [pytest.param("transformer", marks=pytest.mark.extended), "resnet20"])
 def test_a_step_has_at_most_so_many_operations_waits_and_copies(model: str) -> None:
     found = step_counts.counts(model)
     most_kernels, most_waits, most_copies = BOUNDS[model]

@@ -142,6 +142,7 @@ print(this.json.dumps(counts))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_xla_compiles_once_for_each_size_of_a_batch_or_once_for_all_micro_batches(tmp_path: Any) -> None:
     environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}

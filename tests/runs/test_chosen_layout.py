@@ -123,6 +123,7 @@ def test_a_run_in_which_no_layout_trains_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 def test_without_a_plan_the_layout_is_measured_in_other_processes(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset]
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", sampled(CASES, of_ci=["sample weights", "loops", "synchronized", "a loss and a metric in call"])
 )
@@ -145,7 +145,7 @@ def test_replicas_compiled_by_xla_train_as_one_device(name: str) -> None:
     small.assert_same_state(*([one.predict(inputs, verbose=0)] for one in (trainer, model)), tolerance=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]]] 
 }  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_device(case: str) -> None:
     if case in ("BERT", "translator"):
@@ -224,6 +224,7 @@ class LastScores(layers.Layer):
         return self.loop(inputs)
 
 
+@pytest.mark.extended
 def test_many_small_layers_that_stay_whole_are_named_by_their_sum() -> None:
     def build() -> keras.Model:
         inputs = keras.Input((LENGTH, WIDTH))

@@ -41,7 +41,7 @@ def spoil_scores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["ignore_class, summed", "tied", "soft cap, not tied"])
 def test_equals_one_device_and_scores_of_all_rows_are_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 NUM_OBJECTS = 50
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", many_trainers.STRATEGIES)
 def test_a_trainer_leaves_nothing_in_memory(name: str) -> None:
     make = many_trainers.STRATEGIES[name]
