@@ -43,11 +43,12 @@ class Study:
 
     def __str__(self) -> str:
         """Return the table, in lines of at most 80 columns; or the refusal."""
+        title = textwrap.wrap(self.title, _COLUMNS, subsequent_indent="  ")
         if self.refusal:
-            return "\n".join([self.title, *textwrap.wrap(f"refused: {self.refusal}", _COLUMNS)])
+            return "\n".join([*title, *textwrap.wrap(f"refused: {self.refusal}", _COLUMNS)])
         widths = [max((len(row[column]) for row in self.rows), default=0) for column in (0, 1)]
         lines = [f"  {name:<{widths[0]}}  {found:<{widths[1]}}  {done}".rstrip() for name, found, done in self.rows]
-        return "\n".join([self.title, *lines])
+        return "\n".join([*title, *lines])
 
 
 def rows_of(model: keras.Model, verdict: Verdict) -> list[tuple[str, str, str]]:
