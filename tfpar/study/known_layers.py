@@ -66,7 +66,7 @@ def _operations(model: keras.Layer) -> list[Any]:
     if keras_tracing.has_own_call(model) or keras_tracing.declared_inputs(model) is None:
         return [model]
     inner = model.layers if isinstance(model, keras.Sequential) else model.operations
-    return [operation for one in inner for operation in _operations(one)]
+    return [operation for layer in inner for operation in _operations(layer)]
 
 
 def _is_alone(operation: Any, training: bool) -> bool:
@@ -80,17 +80,17 @@ def _is_alone(operation: Any, training: bool) -> bool:
     return kind in _ALONE
 
 
-def in_dataset(found: Iterable[keras.Layer]) -> str:
+def in_dataset(refused: Iterable[keras.Layer]) -> str:
     """Return the advice to move layers that augment images into the dataset, with a comma after it.
 
     Args:
-        found: Layers that a strategy refuses.
+        refused: Layers that a strategy refuses.
 
     Example:
         >>> in_dataset([layers.MixUp(name="mix_up"), layers.Dense(2)])
         "call 'mix_up' in dataset.map, "
     """
-    names = dict.fromkeys(repr(layer.name) for layer in found if isinstance(layer, _AUGMENTING))
+    names = dict.fromkeys(repr(layer.name) for layer in refused if isinstance(layer, _AUGMENTING))
     return f"call {', '.join(names)} in dataset.map, " if names else ""
 
 
@@ -149,5 +149,6 @@ def normalizing(model: keras.Model, training: bool) -> list[str]:
         >>> normalizing(keras.Sequential([keras.Input((2,)), layers.BatchNormalization(name="norm")]), training=True)
         ['norm']
     """
-    found = [layer for layer in keras_model.all_layers(model) if isinstance(layer, layers.BatchNormalization)]
-    return [layer.name for layer in found if layer.trainable and (training or keras_calls.is_called_in_training(layer))]
+    normalizing = [layer for layer in keras_model.all_layers(model) if isinstance(layer, layers.BatchNormalization)]
+    moving = [layer for layer in normalizing if layer.trainable]
+    return [layer.name for layer in moving if training or keras_calls.is_called_in_training(layer)]

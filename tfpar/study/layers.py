@@ -122,11 +122,11 @@ def find_mixing(runs: Runs, whole: Observation, parts: Sequence[Observation]) ->
         return None
     for seed in range(_NUM_SEEDS):
         random = {"seed": seed, "is_random": True, "keeps_calls": True}
-        one, again, neighbours = runs.whole(**random), runs.whole(**random), runs.neighbours(**random)
-        if not _same_rows(one.outputs, [again.outputs]):
+        drawn, again, neighbours = runs.whole(**random), runs.whole(**random), runs.neighbours(**random)
+        if not _same_rows(drawn.outputs, [again.outputs]):
             return None  # no seed gives the same numbers again
-        if not _same_rows(one.outputs, [neighbours.outputs]):
-            return _first(one, [neighbours], _same_rows, runs)
+        if not _same_rows(drawn.outputs, [neighbours.outputs]):
+            return _first(drawn, [neighbours], _same_rows, runs)
     return None
 
 
@@ -148,12 +148,12 @@ def _first(
     """Return the first call whose arguments agree with those in other runs, and whose results do not."""
     for number, call in enumerate(whole.calls):
         same = [other.calls[number] for other in others if number < len(other.calls)]
-        if len(same) < len(others) or any(one.operation is not call.operation for one in same):
+        if len(same) < len(others) or any(other.operation is not call.operation for other in same):
             break
-        if not agree((call.args, call.kwargs), [(one.args, one.kwargs) for one in same]):
+        if not agree((call.args, call.kwargs), [(other.args, other.kwargs) for other in same]):
             continue
         mixes = runs.mode.training and isinstance(call.operation, _MIXING)
-        if mixes or not agree(call.outputs, [one.outputs for one in same]):
+        if mixes or not agree(call.outputs, [other.outputs for other in same]):
             mixing = _mixing(call)
             if any((*mixing.args, *itertools.chain(*mixing.kwargs.values()))):
                 return mixing
@@ -179,21 +179,21 @@ def _have_rows(structure: Any) -> list[bool]:
 def joins(whole: Any, parts: Sequence[Any]) -> bool:
     """Return whether tensors are joined from those of the parts, or the same in each."""
     columns = zip(_arrays(whole), *map(_arrays, parts), strict=False)
-    return all(relation.is_joined(one, of_parts) or _all_close(one, of_parts) for one, *of_parts in columns)
+    return all(relation.is_joined(values, of_parts) or _all_close(values, of_parts) for values, *of_parts in columns)
 
 
 def _same_rows(whole: Any, others: Sequence[Any]) -> bool:
     """Return whether tensors have the same rows of the first part."""
     columns = zip(_arrays(whole), *map(_arrays, others), strict=False)
-    return all(_all_close(_first_rows(one), map(_first_rows, rest)) for one, *rest in columns)
+    return all(_all_close(_first_rows(values), map(_first_rows, rest)) for values, *rest in columns)
 
 
-def _agree_all(one: Any, other: Any) -> bool:
-    return all(relation.close(*pair) for pair in zip(_arrays(one), _arrays(other), strict=False))
+def _agree_all(structure: Any, other: Any) -> bool:
+    return all(relation.close(*pair) for pair in zip(_arrays(structure), _arrays(other), strict=False))
 
 
-def _all_close(one: np.ndarray, others: Any) -> bool:
-    return all(relation.close(other, one) for other in others)
+def _all_close(values: np.ndarray, others: Any) -> bool:
+    return all(relation.close(other, values) for other in others)
 
 
 def _first_rows(values: np.ndarray) -> np.ndarray:
@@ -202,12 +202,12 @@ def _first_rows(values: np.ndarray) -> np.ndarray:
 
 def _arrays(structure: Any) -> list[np.ndarray]:
     """Return the tensors of a structure as arrays whose first axis can be joined."""
-    found: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, tf.RaggedTensor):
-            found += [np.asarray(leaf.flat_values), *map(np.asarray, leaf.nested_row_lengths())]
+            arrays += [np.asarray(leaf.flat_values), *map(np.asarray, leaf.nested_row_lengths())]
         elif isinstance(leaf, tf.SparseTensor):
-            found.append(np.asarray(tf.sparse.to_dense(leaf)))
+            arrays.append(np.asarray(tf.sparse.to_dense(leaf)))
         elif isinstance(leaf, tf.Tensor):
-            found.append(np.asarray(leaf))
-    return found
+            arrays.append(np.asarray(leaf))
+    return arrays

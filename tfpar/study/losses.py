@@ -68,9 +68,9 @@ def own_kind(model: keras.Model, many: Sequence[Rows], training: bool) -> Kind:
     """
     if _divides_by_weights(model, many[0], training):
         return "whole"
-    found = _of_rows(lambda rows: _with_counted(model, rows, training), many)
+    runs = _of_rows(lambda rows: _with_counted(model, rows, training), many)
     kinds = [relation.ANY]
-    for sizes, whole, parts in found:
+    for sizes, whole, parts in runs:
         for number, (metric, value) in enumerate(whole):
             if any(len(part) <= number for part in parts) or not parts:
                 return "whole"
@@ -117,7 +117,7 @@ def _of_rows(values_of: Callable[[Rows], Any], many: Sequence[Rows]) -> list[tup
 
     Where the rows are those of the batch and parts of them fail, the values of the parts are none.
     """
-    found: list[tuple[Sequence[int], Any, list[Any]]] = []
+    runs: list[tuple[Sequence[int], Any, list[Any]]] = []
     for rows in many:
         try:
             whole = values_of(rows)
@@ -127,8 +127,8 @@ def _of_rows(values_of: Callable[[Rows], Any], many: Sequence[Rows]) -> list[tup
             continue
         divided = _of_parts(values_of, rows)
         if divided is not None or rows.is_given:
-            found.append((rows.sizes, *(divided or (whole, []))))
-    return found
+            runs.append((rows.sizes, *(divided or (whole, []))))
+    return runs
 
 
 def _of_parts(values_of: Callable[[Rows], Any], rows: Rows) -> tuple[Any, list[Any]] | None:
@@ -151,7 +151,7 @@ def _failure(error: Exception) -> Exception:
 
 def _values(model: keras.Model, rows: Rows) -> list[Value]:
     """Return what each loss of `compile` returned for some rows."""
-    found: list[Value] = []
+    of_losses: list[Value] = []
     reduced: list[Value] = []
 
     def note(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
@@ -166,7 +166,7 @@ def _values(model: keras.Model, rows: Rows) -> list[Value]:
     def call(original: Callable[..., Any], targets: Any, outputs: Any, weights: Any) -> Any:
         reduced.clear()
         value = original(targets, outputs, weights)
-        found.append(reduced[0] if len(reduced) == 1 else Value(np.asarray(value), False, "none"))
+        of_losses.append(reduced[0] if len(reduced) == 1 else Value(np.asarray(value), False, "none"))
         return tf.zeros((), keras.config.floatx())
 
     def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
@@ -174,7 +174,7 @@ def _values(model: keras.Model, rows: Rows) -> list[Value]:
 
     with keras_losses.loss_reduction(model, note, nothing, call):
         keras_model.compute_loss(model, rows.inputs, rows.targets, rows.outputs, rows.weights, training=False)
-    return found
+    return of_losses
 
 
 def _kind(column: Sequence[tuple[Sequence[int], Value, list[Value]]]) -> Kind:
@@ -203,13 +203,13 @@ def _divides_by_weights(model: keras.Model, rows: Rows, training: bool) -> bool:
 
     The arguments of the losses say so, and not their values: the first batch may have nothing to mask.
     """
-    found: list[bool] = []
+    divides: list[bool] = []
 
     def note(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
         by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
-        found.append(reduction not in (None, "none", "sum") and (by_weight or mask is not None))
+        divides.append(reduction not in (None, "none", "sum") and (by_weight or mask is not None))
         return keras_losses.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
 
     with keras_losses.every_loss_reduction(note, keras_losses.aggregate_added_loss), contextlib.suppress(Exception):
         own_loss(model, rows, training)
-    return any(found)
+    return any(divides)

@@ -51,7 +51,7 @@ def _agrees_on(model: keras.Model, metrics: Sequence[keras.Metric], rows: Rows, 
     whole = _states(model, metrics, [rows])
     if whole is None:  # made-up targets may be none of the metric's
         return True
-    variables, parts = [one for metric in metrics for one in metric.variables], rows.parts()
+    variables, parts = [variable for metric in metrics for variable in metric.variables], rows.parts()
     if not adds_states:
         in_turn = _states(model, metrics, parts)
         return in_turn is not None and all(map(_close, in_turn, whole))
@@ -59,7 +59,7 @@ def _agrees_on(model: keras.Model, metrics: Sequence[keras.Metric], rows: Rows, 
     if any(states is None for states in alone):
         return False
     columns = zip(variables, whole, *(states or [] for states in alone), strict=True)
-    return all(_is_reduced(one.aggregation, *states) for one, *states in columns)
+    return all(_is_reduced(variable.aggregation, *states) for variable, *states in columns)
 
 
 def _is_reduced(aggregation: str, whole: np.ndarray, *parts: np.ndarray) -> bool:
@@ -83,7 +83,7 @@ def _states(model: keras.Model, metrics: Sequence[keras.Metric], updates: Sequen
         for rows in updates:
             with keras_losses_in_call.scalars_weighted(functools.partial(_weight, rows.share)):
                 update(model, rows)
-        return [np.asarray(one.value, np.float64) for metric in metrics for one in metric.variables]
+        return [np.asarray(variable.value, np.float64) for metric in metrics for variable in metric.variables]
     return None
 
 

@@ -124,7 +124,7 @@ def observe(
         except Exception as error:
             raise CallError(calls.failed or model.name, error) from error
     paths = {state.path: path for state, path in scope.changed.values()}
-    seen.untracked |= {path: paths[path] for path in _untracked(model, [one for one, _ in scope.changed.values()])}
+    seen.untracked |= {path: paths[path] for path in _untracked(model, [state for state, _ in scope.changed.values()])}
     seen.calls = calls.ended
     new = {number: scope.get_current_value(weight) for number, weight in enumerate(weights) if not weight.trainable}
     seen.states = {number: tf.convert_to_tensor(value) for number, value in new.items() if value is not None}
@@ -223,5 +223,5 @@ def undisturbed(model: keras.Model, name: str) -> Iterator[Observation]:
 
 def _untracked(model: keras.Model, variables: list[Any]) -> list[str]:
     """Return the paths of variables that Keras does not track."""
-    known = {id(one) for one in (*keras_variables.state(model), *random_state.states_of_no_layer())}
+    known = {id(variable) for variable in (*keras_variables.state(model), *random_state.states_of_no_layer())}
     return [variable.path for variable in variables if id(variable) not in known]

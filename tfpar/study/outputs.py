@@ -89,22 +89,22 @@ def study_outputs(
     is_dense = all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(inputs) if leaf is not None)
     if is_known and is_dense and computes_rows_alone(model, mode.training):
         return Outputs()
-    found: list[Mixing] = []
+    gathers: list[Mixing] = []
     if gathered:
-        found = calls_at(_runs(model, few_rows(inputs), mode, (), words)[0], gathered)
+        gathers = calls_at(_runs(model, few_rows(inputs), mode, (), words)[0], gathered)
     while True:
-        runs, whole, parts = _runs(model, few_rows(inputs), mode, found, words)
+        runs, whole, parts = _runs(model, few_rows(inputs), mode, gathers, words)
         check_tracked(model, [whole, *parts], mode, words)
         if accepts_mixing:
             return Outputs((), States([], [], []), runs, whole, parts)
         _check_axes(model, whole, parts, words)
         mixing = find_mixing(runs, whole, parts)
         if mixing is None:
-            return Outputs(tuple(found), find_states(runs, whole, parts), runs, whole, parts)
-        known = any(mixing.operation is earlier.operation for earlier in found)
+            return Outputs(tuple(gathers), find_states(runs, whole, parts), runs, whole, parts)
+        known = any(mixing.operation is earlier.operation for earlier in gathers)
         if known or not gathers_layers:
             raise _refusal(model, mixing, mode.training, words, is_gathered=known)
-        found.append(mixing)
+        gathers.append(mixing)
 
 
 def check_choice(batch_dependent_layers: str) -> None:
@@ -157,10 +157,10 @@ def _failure(failure: CallError, words: Words) -> ValueError:
 
 def check_tracked(model: keras.Model, seen: Sequence[Observation], mode: Mode, words: Words) -> None:
     """Refuse draws from NumPy or Python, and changes of variables that Keras does not track."""
-    if drawing := [path for one in seen for path in one.python_draws]:
+    if drawing := [path for run in seen for path in run.python_draws]:
         names = list(dict.fromkeys(drawing))
         raise python_draws.refusal(names, words.alone, in_dataset(keras_model.all_layers(model)))
-    for variable, path in [item for one in seen for item in one.untracked.items()]:
+    for variable, path in [item for run in seen for item in run.untracked.items()]:
         is_generator = variable.endswith(_STATE_OF_GENERATOR)
         if is_generator and mode.gathers:  # replicas draw from generators that Keras does not track
             continue
@@ -176,8 +176,10 @@ def check_tracked(model: keras.Model, seen: Sequence[Observation], mode: Mode, w
 def _check_axes(model: keras.Model, whole: Observation, parts: Sequence[Observation], words: Words) -> None:
     """Refuse outputs whose first axis is not that of the rows."""
     leaves = zip(*(tf.nest.flatten(run.outputs) for run in (whole, *parts)), strict=False)
-    for number, (one, *others) in enumerate(leaves):
-        if isinstance(one, tf.Tensor) and relation.is_joined_elsewhere(np.asarray(one), list(map(np.asarray, others))):
+    for number, (values, *others) in enumerate(leaves):
+        if isinstance(values, tf.Tensor) and relation.is_joined_elsewhere(
+            np.asarray(values), list(map(np.asarray, others))
+        ):
             names = getattr(model, "output_names", [])
             raise ValueError(
                 "Every output of a model must have the examples as its first axis, so that parts of a batch can be "

@@ -38,22 +38,22 @@ def relations(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[in
         >>> sorted(relations(np.array(2.5), [np.array(1.0), np.array(3.0)], sizes=[1, 3]))
         ['mean']
     """
-    found: set[Relation] = {"joined"} if is_joined(whole, parts) and _is_proportional(whole, parts, sizes) else set()
+    holding: set[Relation] = {"joined"} if is_joined(whole, parts) and _is_proportional(whole, parts, sizes) else set()
     if any(part.shape != whole.shape for part in parts):
-        return frozenset(found)
+        return frozenset(holding)
     if not _decides(whole, parts):
         return ANY
     if all(_close(part, whole) for part in parts):
-        found.add("equal")
+        holding.add("equal")
     if _is_text(whole):
-        return frozenset(found)
+        return frozenset(holding)
     numbers = np.stack([_float(part) for part in parts])
     largest = float(np.max(np.abs(numbers), initial=0.0))
     if _close(np.average(numbers, axis=0, weights=sizes), whole, largest):
-        found.add("mean")
+        holding.add("mean")
     if _close(numbers.sum(axis=0), whole, largest):
-        found.add("sum")
-    return frozenset(found)
+        holding.add("sum")
+    return frozenset(holding)
 
 
 def is_joined(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
@@ -97,9 +97,9 @@ def in_all(many: Iterable[Relations]) -> Relations:
     return frozenset.intersection(ANY, *many)
 
 
-def close(one: np.ndarray, other: np.ndarray) -> bool:
+def close(values: np.ndarray, other: np.ndarray) -> bool:
     """Return whether two arrays are equal up to the rounding of their type, in shape too."""
-    return _close(one, other)
+    return _close(values, other)
 
 
 def _decides(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
@@ -118,16 +118,15 @@ def _is_proportional(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequ
     return all(part.size * sum(sizes) == whole.size * size for part, size in zip(parts, sizes, strict=True))
 
 
-def _close(one: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
-    if np.shape(one) != other.shape:
+def _close(values: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
+    if np.shape(values) != other.shape:
         return False
     if not _is_floating(other):
-        return bool(np.array_equal(one, other))
-    tolerance, one, other = _TOLERANCES[other.dtype.itemsize], _float(one), _float(other)
-    values = np.abs(np.where(np.isfinite(other), other, 0.0))
-    largest = float(np.max(values, initial=0.0))
+        return bool(np.array_equal(values, other))
+    tolerance, values, other = _TOLERANCES[other.dtype.itemsize], _float(values), _float(other)
+    largest = float(np.max(np.abs(np.where(np.isfinite(other), other, 0.0)), initial=0.0))
     atol = max(tolerance * largest, _ROUNDING * largest_part)
-    return bool(np.allclose(one, other, rtol=tolerance, atol=atol, equal_nan=True))
+    return bool(np.allclose(values, other, rtol=tolerance, atol=atol, equal_nan=True))
 
 
 def _is_floating(values: np.ndarray) -> bool:

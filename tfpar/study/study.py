@@ -78,7 +78,9 @@ def study(
         is_known=not has_loss or _is_known(model),
     )
     _check_states(model, outputs, mode, engine)
-    verdict = Verdict(averaged=tuple(outputs.states.averaged), gathered=tuple(one.path for one in outputs.gathered))
+    verdict = Verdict(
+        averaged=tuple(outputs.states.averaged), gathered=tuple(mixing.path for mixing in outputs.gathered)
+    )
     if has_loss and outputs.runs is not None:
         verdict = _LossStudy(model, batch, outputs, outputs.runs, engine).added_to(verdict)
     return verdict, outputs.gathered
@@ -157,7 +159,7 @@ class _LossStudy:
             metrics, whole_metrics = self._metrics()
             reads_inputs = (own_loss == "whole" or whole_metrics) and self._reads_inputs(own_loss == "whole")
         check_tracked(self._model, [seen], self._runs.mode, self._engine.words)
-        found = dataclasses.replace(
+        complete = dataclasses.replace(
             verdict,
             losses=losses if set(losses) - {"rows"} else (),
             own_loss=own_loss,
@@ -168,14 +170,14 @@ class _LossStudy:
             whole_metrics=whole_metrics,
             reads_inputs=reads_inputs,
         )
-        self._check_whole(found, losses)
-        return found
+        self._check_whole(complete, losses)
+        return complete
 
     @functools.cached_property
     def _rows(self) -> list[Rows]:
         """Rows of the batch with the outputs of the model, and rows with made-up ones."""
-        given = keras.utils.unpack_x_y_sample_weight(few_rows(self._batch))
-        return [Rows(given[0], given[1], given[2], self._whole.outputs), *made_up(self._batch, self._whole.outputs)]
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(few_rows(self._batch))
+        return [Rows(inputs, targets, weights, self._whole.outputs), *made_up(self._batch, self._whole.outputs)]
 
     def _losses(self) -> tuple[tuple[Kind, ...], Kind | None]:
         if self._has_own_loss:
@@ -197,11 +199,11 @@ class _LossStudy:
         rows = self._rows[0]
         try:
             if is_loss:
-                one, other = (
+                with_inputs, without = (
                     study_losses.own_loss(self._model, some, self._training)
                     for some in (rows, rows._replace(inputs=None))
                 )
-                return not relation.close(np.asarray(one), np.asarray(other))
+                return not relation.close(np.asarray(with_inputs), np.asarray(without))
             study_metrics.update(self._model, rows._replace(inputs=None))
         except Exception:
             return True
@@ -232,14 +234,16 @@ class _LossStudy:
 
     def _uses_linearly(self, ways: Sequence[Way]) -> bool:
         """Return whether layers use losses so that their values for parts give what those of the whole batch give."""
-        totals = tf.stack([tf.stack([tf.cast(one, tf.float64) for one in loss.whole]) for loss in self._runs.losses])
+        totals = tf.stack(
+            [tf.stack([tf.cast(value, tf.float64) for value in loss.whole]) for loss in self._runs.losses]
+        )
         parts = []
         for part in parts_of(self._runs.rows):
             with in_part(ways, totals, tf.constant(part.size / sum(SIZES))):
                 parts.append(observe(self._model, part.rows, self._runs.mode))
         whole = self._whole
         added = zip(whole.added, *(part.added for part in parts), strict=True)
-        kinds = [relation.relations(*_arrays(one, of_parts), SIZES) for one, *of_parts in added]
+        kinds = [relation.relations(*_arrays(value, of_parts), SIZES) for value, *of_parts in added]
         return all("mean" in kind for kind in kinds) and joins(whole.outputs, [part.outputs for part in parts])
 
     def _check_whole(self, verdict: Verdict, losses: Sequence[Kind]) -> None:
@@ -303,8 +307,8 @@ def _added_kinds(
         raise _refusal_of_added(model, [])
     columns = zip(whole.added, *(part.added for part in parts), strict=True)
     return [
-        (relation.relations(*_arrays(one, of_parts), SIZES), [float(value) for value in (*of_parts, one)])
-        for one, *of_parts in columns
+        (relation.relations(*_arrays(total, of_parts), SIZES), [float(value) for value in (*of_parts, total)])
+        for total, *of_parts in columns
     ]
 
 
@@ -328,11 +332,11 @@ def _check_counted(whole: Observation, parts: Sequence[Observation]) -> None:
     columns = zip(whole.counted, *(part.counted for part in parts), strict=False)
     for (metric, value), *of_parts in columns:
         wanted = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
-        found = relation.relations(*_arrays(value, [part for _, part in of_parts]), SIZES)
-        if wanted in found:
+        relations = relation.relations(*_arrays(value, [part for _, part in of_parts]), SIZES)
+        if wanted in relations:
             continue
         other = {"sum": "mean", "mean": "sum"}[wanted]
-        if other not in found:
+        if other not in relations:
             raise ValueError(
                 f"A scalar that a layer counts in a metric {_RULE}, and {metric.name!r} counts neither. {_WAY_OUT}"
             )
