@@ -63,11 +63,6 @@ def has_own_output_shapes(layer: keras.Layer) -> bool:
     return not is_called and not is_of_keras(type(layer))
 
 
-def may_add_loss(layer: keras.Layer) -> bool:
-    """Return whether a layer adds a penalty on its outputs, or may add a loss that a symbolic run does not show."""
-    return layer.activity_regularizer is not None or has_own_output_shapes(layer)
-
-
 def leave_training_of(layer: keras.Layer, args: Any, kwargs: Any) -> None:
     """Leave the `training` for the next layer that the call of a layer leaves, where symbolic outputs need no call.
 

@@ -209,11 +209,6 @@ class Recording(Rows):
         self._sums: list[SumsOfParts] = []
         self._summed: Iterator[SumsOfParts] = iter(())
 
-    @property
-    def num_values(self) -> int:
-        """The number of recorded values."""
-        return len(self._values)
-
     @contextlib.contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
         """Record inside this context the values that a model's `call` computes on the whole batch.
@@ -261,10 +256,6 @@ class Recording(Rows):
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         """Return the rows of the part."""
         return tensor if self._replayed is None else tensor[self._start : self._start + num_rows]
-
-    def losses_add_up(self, tolerance: float) -> bool:
-        """Return whether the losses of all parts, once they are replayed, add up to those of the batch."""
-        return all(sums.add_up(tolerance) for sums in self._sums)
 
     @property
     def losses(self) -> list[SumsOfParts]:

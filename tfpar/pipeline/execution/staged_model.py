@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import data
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value
 from tfpar.pipeline.partition.placement import copied_to
@@ -46,18 +45,6 @@ class StagedModel:
             for loss in losses:
                 (layers or [self.model])[0].add_loss(loss)
         return keras.tree.map_structure(lambda value: tensors[value], self.graph.outputs)
-
-    @property
-    def has_output_shapes(self) -> bool:
-        """Whether all sizes of the outputs but the number of examples are known."""
-        return all(None not in value.shape[1:] for value in keras.tree.flatten(self.graph.outputs))
-
-    def zeros(self, inputs: Any) -> Any:
-        """Return zeros with the shapes and types of the outputs for some inputs."""
-        num_examples = data.num_rows(inputs)
-        return keras.tree.map_structure(
-            lambda value: tf.zeros([num_examples, *value.shape[1:]], value.dtype), self.graph.outputs
-        )
 
     def packed_outputs(self, outputs: Sequence[Any]) -> Any:
         """Return flat outputs in the structure of the model's outputs."""
