@@ -18,7 +18,7 @@ from tfpar import data
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.launched_steps import LaunchedSteps
-from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, StepLoop, StepsPerCall, compile_loop
+from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, LoopParts, StepLoop, StepsPerCall, compile_loop
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -68,7 +68,7 @@ class Adder:
 
     def __init__(self, make: Callable[..., StepLoop] = compile_loop, device: str | None = None) -> None:
         self.total = tf.Variable(0.0)
-        self.run = make(
+        parts = LoopParts(
             self._step,
             lambda: {"total": self.total.read_value()},
             lambda batch: tf.constant(3, tf.int64),
@@ -77,6 +77,7 @@ class Adder:
             self._digest,
             device=device,
         )
+        self.run = make(parts)
 
     def _step(self, batch: tf.Tensor) -> tf.Tensor:
         self.total.assign_add(tf.where(tf.math.is_finite(batch), batch, 0.0))

@@ -15,7 +15,7 @@ from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.strategies.launched_steps import LaunchedSteps
-from tfpar.strategies.multi_step import StepLoop, compile_loop
+from tfpar.strategies.multi_step import LoopParts, StepLoop, compile_loop
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 STRATEGIES = {name: placement_cases.STRATEGIES[name] for name in ("single_device", "mirrored", "pipeline", "hybrid")}
@@ -28,13 +28,14 @@ class Recorder:
 
     def __init__(self, make: Callable[..., StepLoop]) -> None:
         self.seen = tf.Variable(tf.zeros([0, 2]), shape=[None, 2])
-        self.loop = make(
+        parts = LoopParts(
             self._step,
             lambda: {},
             lambda element: tf.constant(1, tf.int64),
             lambda upcoming: upcoming.has_value(),
             lambda element: StepBatch((element, -element), DEVICES),
         )
+        self.loop = make(parts)
 
     def _step(self, batch: Any) -> tf.Tensor:
         self.seen.assign(tf.concat([self.seen, [tf.stack(batch)]], 0))

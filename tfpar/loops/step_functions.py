@@ -142,13 +142,7 @@ class StepFunctions:
 
         # XLA knows all sizes; workers must trace alike, whatever sizes their parts have.
         fixes_sizes = strategy.num_workers == 1 and not strategy.cuts_model and not model.jit_compile
-        is_launched = launched_steps.suits(strategy.device_names) and not model.run_eagerly
-        make: Callable[..., multi_step.StepLoop] = (
-            functools.partial(launched_steps.LaunchedSteps, fixes_sizes=fixes_sizes, fallback=self._fallback)
-            if is_launched
-            else functools.partial(multi_step.compile_loop, run_eagerly=model.run_eagerly)
-        )
-        return make(
+        parts = multi_step.LoopParts(
             step,
             logs,
             lambda element: strategy.num_examples(element, distributed),
@@ -159,6 +153,9 @@ class StepFunctions:
             jit_compile=self._whole_step_in_xla,
             run_again=self._again(kind),
         )
+        if launched_steps.suits(strategy.device_names) and not model.run_eagerly:
+            return launched_steps.LaunchedSteps(parts, fixes_sizes=fixes_sizes, fallback=self._fallback)
+        return multi_step.compile_loop(parts, run_eagerly=model.run_eagerly)
 
     def _fallback(self) -> xla_choice.Fallback | None:
         """Return the way back from XLA where it was chosen for the model."""

@@ -29,9 +29,9 @@ import tensorflow as tf
 from tfpar import host_sizes, xla_choice
 from tfpar._compat import tf_custom_gradient, tf_function, tf_graph, tf_layout, tf_variables
 from tfpar.strategies import turns
-from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
+from tfpar.strategies.batches_ahead import HOST, BatchesAhead
 from tfpar.strategies.hidden_errors import revealed
-from tfpar.strategies.multi_step import CallResult, alone, alone_on_devices
+from tfpar.strategies.multi_step import CallResult, LoopParts, alone, alone_on_devices
 
 
 def suits(devices: Sequence[str]) -> bool:
@@ -50,42 +50,25 @@ class LaunchedSteps:
     the host, during which devices may still compute earlier steps.
 
     Args:
-        step: Takes the batch of a step and returns the loss, a scalar.
-        logs: Returns the metrics; called once, after the last step.
-        num_examples: Returns the number of examples of an element.
-        has_more: Returns whether there is an upcoming element.
-        step_batch: Returns the batch of a step for an element, with the devices that read it.
-        digest: Returns the digest of the global batch of an element; None for none.
-        device: The device of operations of the step that request none; None for the host.
-        jit_compile: Compile the step with XLA.
+        parts: What the steps run; operations of a step that request no device are on `parts.device`, or on the host.
         fixes_sizes: Whether a step is traced for the sizes of the first batch, and not for any size alone.
         fallback: Returns the way back from XLA where it was chosen for the model; None where it was not, or not yet.
-        run_again: Runs a step on an element again, one operation after another and without an update, where TensorFlow
-            hides the error of an operation; None where it reports it.
     """
 
     def __init__(
         self,
-        step: Callable[[Any], tf.Tensor],
-        logs: Callable[[], dict[str, tf.Tensor]],
-        num_examples: Callable[[Any], tf.Tensor],
-        has_more: Callable[[tf.experimental.Optional], tf.Tensor],
-        step_batch: Callable[[Any], StepBatch],
-        digest: Callable[[Any], Any] = lambda element: None,
+        parts: LoopParts,
         *,
-        device: str | None = None,
-        jit_compile: bool = False,
         fixes_sizes: bool = True,
         fallback: Callable[[], xla_choice.Fallback | None] = lambda: None,
-        run_again: Callable[[Any], None] | None = None,
     ) -> None:
-        self._step, self._device, self._fallback, self._run_again = step, device, fallback, run_again
-        self._ahead, self._finite = BatchesAhead(step_batch), _FiniteSteps()
+        self._parts, self._fallback = parts, fallback
+        self._ahead, self._finite = BatchesAhead(parts.step_batch), _FiniteSteps()
         self._upcoming: tf.experimental.Optional = None
         self._way_back: xla_choice.Fallback | None = None  # until the first step has run
         self._has_run = False
         self._error: Exception | None = None  # for which XLA was left out
-        self._jit_compile = jit_compile
+        self._jit_compile = parts.jit_compile
         self._usual_sizes: Any = None if fixes_sizes else ()
         self._functions: dict[bool, Any] = {}
 
@@ -96,11 +79,12 @@ class LaunchedSteps:
         def on_host(upcoming: Any, following: Any) -> tuple[Any, ...]:
             with tf.device(HOST):
                 element = upcoming.get_value()
-                return num_examples(element), digest(element), has_more(following)
+                return parts.num_examples(element), parts.digest(element), parts.has_more(following)
 
         tf_custom_gradient.release_with_graphs()
         self._fill, self._on_host, self._has_more, self._logs = (
-            tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (fill, on_host, has_more, logs)
+            tf.function(alone(one), autograph=False, reduce_retracing=True)
+            for one in (fill, on_host, parts.has_more, parts.logs)
         )
 
     def launch(self, upcoming: tf.experimental.Optional) -> Any:
@@ -116,7 +100,7 @@ class LaunchedSteps:
         return self._functions[is_usual]
 
     def _compiled(self, sizes: Sequence[Any] | None) -> Any:
-        step = alone_on_devices(self._step, self._jit_compile)
+        step = alone_on_devices(self._parts.step, self._jit_compile)
         if self._jit_compile:
             step = tf.function(step, autograph=False, reduce_retracing=True, jit_compile=True)
 
@@ -126,7 +110,7 @@ class LaunchedSteps:
                 for tensor, shape in zip(_tensors(element), sizes or (), strict=sizes is not None):
                     tensor.set_shape(shape)
                 batch = self._ahead.receive(element)
-                with tf.device(self._device):
+                with tf.device(self._parts.device):
                     self._finite.note(step(batch))
                 self._ahead.refill(following)
             tf_graph.leave_checks_unordered()
@@ -215,7 +199,7 @@ class LaunchedSteps:
         self.launch(upcoming)
 
     def _revealed(self, upcoming: tf.experimental.Optional) -> contextlib.AbstractContextManager[None]:
-        run_again = self._run_again
+        run_again = self._parts.run_again
         return contextlib.nullcontext() if run_again is None else revealed(lambda: run_again(upcoming.get_value()))
 
 

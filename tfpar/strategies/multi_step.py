@@ -47,6 +47,33 @@ class CallResult(NamedTuple):
     logs: dict[str, tf.Tensor]
 
 
+class LoopParts(NamedTuple):
+    """What a loop over an iterator runs for its steps.
+
+    Args:
+        step: Takes the batch of a step and returns the loss, a scalar.
+        logs: Returns the metrics; called once, after the last step.
+        num_examples: Returns the number of examples of an element.
+        has_more: Returns whether there is an upcoming element.
+        step_batch: Returns the batch of a step for an element, with the devices that read it.
+        digest: Returns the digest of the global batch of an element, or of a `tf.TypeSpec` its own; None for none.
+        device: The device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
+        jit_compile: Compile the step with XLA.
+        run_again: Runs a step on an element again, one operation after another and without an update, where TensorFlow
+            hides the error of an operation; None where it reports it.
+    """
+
+    step: Callable[[Any], tf.Tensor]
+    logs: Callable[[], dict[str, tf.Tensor]]
+    num_examples: Callable[[Any], tf.Tensor]
+    has_more: Callable[[tf.experimental.Optional], tf.Tensor]
+    step_batch: Callable[[Any], StepBatch]
+    digest: Callable[[Any], Any] = lambda element: None
+    device: str | None = None
+    jit_compile: bool = False
+    run_again: Callable[[Any], None] | None = None
+
+
 class StepLoop(Protocol):
     """What runs the steps of a call: the loop of this module, or that of `launched_steps`."""
 
@@ -116,19 +143,7 @@ class CompiledLoop:
         return revealed(lambda: run_again(current.get(like=upcoming)))
 
 
-def compile_loop(
-    step: Callable[[Any], tf.Tensor],
-    logs: Callable[[], dict[str, tf.Tensor]],
-    num_examples: Callable[[Any], tf.Tensor],
-    has_more: Callable[[tf.experimental.Optional], tf.Tensor],
-    step_batch: Callable[[Any], StepBatch],
-    digest: Callable[[Any], Any] = lambda element: None,
-    *,
-    device: str | None = None,
-    jit_compile: bool = False,
-    run_eagerly: bool = False,
-    run_again: Callable[[Any], None] | None = None,
-) -> CompiledLoop:
+def compile_loop(parts: LoopParts, *, run_eagerly: bool = False) -> CompiledLoop:
     """Compile a loop of steps over an iterator.
 
     The next element is an optional value in the loop state, so the end of the data is a plain loop condition: the loop
@@ -146,21 +161,13 @@ def compile_loop(
     the host that is a message of no bytes, which arrives after all operations that the GPU was given (`gpu_util.cc`).
 
     Args:
-        step: Takes the batch of a step and returns the loss, a scalar.
-        logs: Returns the metrics; called once, after the last step.
-        num_examples: Returns the number of examples of an element.
-        has_more: Returns whether there is an upcoming element.
-        step_batch: Returns the batch of a step for an element, with the devices that read it.
-        digest: Returns the digest of the global batch of an element, or of a `tf.TypeSpec` its own; None for none.
-        device: The device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
-        jit_compile: Compile the step with XLA.
+        parts: What the loop runs.
         run_eagerly: Run Python step by step, for debugging; then no batch is copied ahead.
-        run_again: Runs a step on an element again, one operation after another and without an update, where TensorFlow
-            hides the error of an operation; None where it reports it.
 
     Returns:
         The loop.
     """
+    step, logs, num_examples, has_more, step_batch, digest, device, jit_compile, run_again = parts
 
     def on(device: str | None) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if run_eagerly else tf.device(device)
