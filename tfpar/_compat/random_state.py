@@ -43,7 +43,7 @@ def states_of_no_layer() -> list[Any]:
 def seeded(states: Iterable[Any], seed: int) -> list[tuple[Any, tf.Tensor]]:
     """Seed Python's, NumPy's and TensorFlow's random states; return values for the states of Keras' seed generators.
 
-    A study that draws with them comes to the same verdict in every process. `preserved_random_state` takes it back.
+    So a study finds the same in every process. `preserved_random_state` restores the random states.
 
     Args:
         states: Of seed generators; each draws numbers of its own.
