@@ -204,17 +204,13 @@ class DataParallel(DividesState):
                 model, batch, self._run, self._sum_gradients, self._apply, layer_metrics_counted_once
             )
         _, _, example_weight, _ = batch
-        losses, call, verdict = (
-            self._runs_of(model).losses,
-            self._runs_of(model).call,
-            self._runs_of(model).verdict(True),
-        )
+        runs = self._runs_of(model)
+        is_partial, verdict = runs.losses is not None and runs.losses.partial_values, runs.verdict(True)
 
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with layer_metrics_counted_once(model, num_counted):
-                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, call)
-            is_partial = losses is not None and losses.partial_values
+                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, runs.call)
             given = [*gradients, loss] if is_partial else gradients
             sums = self._sum_gradients(model, given, (loss, outputs), example_weight, num_counted)
             loss = sums.pop() if is_partial else loss

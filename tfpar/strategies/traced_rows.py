@@ -38,10 +38,8 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
         model: A built and compiled model.
         batch: A batch.
     """
-    layers, losses = (
-        keras_model.all_layers(model),
-        [one for one in keras_losses.flat_losses(model) if not isinstance(one, str)],
-    )
+    layers = keras_model.all_layers(model)
+    losses = [loss for loss in keras_losses.flat_losses(model) if not isinstance(loss, str)]
     penalties = [weight.regularizer for weight in model.weights if weight.regularizer is not None]
     users = [*layers, *losses, *penalties, *(loss.fn for loss in losses if hasattr(loss, "fn"))]
     return (

@@ -32,8 +32,6 @@ _MIXING = (
     *(keras.layers.MixUp, keras.layers.CutMix, keras.layers.AugMix, keras.layers.RandAugment),
     keras.layers.Equalization,
 )
-
-
 _NUM_SEEDS = 3
 
 
@@ -116,9 +114,10 @@ def find_mixing(runs: Runs, whole: Observation, parts: Sequence[Observation]) ->
     """
     mode, layers = runs.mode, keras_model.all_layers(runs.model)
     is_known = mode.training and any(isinstance(layer, _MIXING) for layer in layers)
-    if is_known or (not joins(whole.outputs, [part.outputs for part in parts]) and not _is_random(runs, whole)):
+    is_joined = joins(whole.outputs, [part.outputs for part in parts])
+    if is_known or (not is_joined and not _is_random(runs, whole)):
         return _first(runs.whole(keeps_calls=True), runs.parts(keeps_calls=True), joins, runs)
-    if whole.random_functions <= {"dropout"} and joins(whole.outputs, [part.outputs for part in parts]):
+    if is_joined and whole.random_functions <= {"dropout"}:
         return None
     for seed in range(_NUM_SEEDS):
         random = {"seed": seed, "is_random": True, "keeps_calls": True}
@@ -158,16 +157,12 @@ def _first(
             if any((*mixing.args, *itertools.chain(*mixing.kwargs.values()))):
                 return mixing
             return mixing._replace(operation=runs.model, args=_have_rows(runs.rows), outputs=_have_rows(whole.outputs))
-    return Mixing(runs.model, runs.model.name, *_rows_of_model(whole, runs))
+    return Mixing(runs.model, runs.model.name, _have_rows(runs.rows), {}, _have_rows(whole.outputs))
 
 
 def _mixing(call: LayerCall) -> Mixing:
     kwargs = {name: _have_rows(value) for name, value in call.kwargs.items()}
     return Mixing(call.operation, call.path, _have_rows(call.args), kwargs, _have_rows(call.outputs))
-
-
-def _rows_of_model(whole: Observation, runs: Runs) -> tuple[list[bool], dict[str, list[bool]], list[bool]]:
-    return _have_rows(runs.rows), {}, _have_rows(whole.outputs)
 
 
 def _have_rows(structure: Any) -> list[bool]:

@@ -89,11 +89,10 @@ def study_outputs(
     is_dense = all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(inputs) if leaf is not None)
     if is_known and is_dense and computes_rows_alone(model, mode.training):
         return Outputs()
-    gathers: list[Mixing] = []
-    if gathered:
-        gathers = calls_at(_runs(model, few_rows(inputs), mode, (), words)[0], gathered)
+    rows = few_rows(inputs)
+    gathers = calls_at(_runs(model, rows, mode, (), words)[0], gathered) if gathered else []
     while True:
-        runs, whole, parts = _runs(model, few_rows(inputs), mode, gathers, words)
+        runs, whole, parts = _runs(model, rows, mode, gathers, words)
         check_tracked(model, [whole, *parts], mode, words)
         if accepts_mixing:
             return Outputs((), States([], [], []), runs, whole, parts)

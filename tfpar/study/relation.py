@@ -43,15 +43,15 @@ def relations(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[in
         return frozenset(holding)
     if not _decides(whole, parts):
         return ANY
-    if all(_close(part, whole) for part in parts):
+    if all(close(part, whole) for part in parts):
         holding.add("equal")
     if _is_text(whole):
         return frozenset(holding)
     numbers = np.stack([_float(part) for part in parts])
     largest = float(np.max(np.abs(numbers), initial=0.0))
-    if _close(np.average(numbers, axis=0, weights=sizes), whole, largest):
+    if close(np.average(numbers, axis=0, weights=sizes), whole, largest):
         holding.add("mean")
-    if _close(numbers.sum(axis=0), whole, largest):
+    if close(numbers.sum(axis=0), whole, largest):
         holding.add("sum")
     return frozenset(holding)
 
@@ -69,7 +69,7 @@ def is_joined(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
     """
     if not whole.ndim or any(part.ndim != whole.ndim or part.shape[1:] != whole.shape[1:] for part in parts):
         return False
-    return _close(np.concatenate(parts, axis=0), whole)
+    return close(np.concatenate(parts, axis=0), whole)
 
 
 def is_joined_elsewhere(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
@@ -97,9 +97,22 @@ def in_all(many: Iterable[Relations]) -> Relations:
     return frozenset.intersection(ANY, *many)
 
 
-def close(values: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two arrays are equal up to the rounding of their type, in shape too."""
-    return _close(values, other)
+def close(values: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
+    """Return whether two arrays are equal up to the rounding of their type, in shape too.
+
+    Args:
+        values: An array or a number.
+        other: An array, whose type counts.
+        largest_part: The largest value of the parts of which `values` is a sum or a mean.
+    """
+    if np.shape(values) != other.shape:
+        return False
+    if not _is_floating(other):
+        return bool(np.array_equal(values, other))
+    tolerance, values, other = _TOLERANCES[other.dtype.itemsize], _float(values), _float(other)
+    largest = float(np.max(np.abs(np.where(np.isfinite(other), other, 0.0)), initial=0.0))
+    atol = max(tolerance * largest, _ROUNDING * largest_part)
+    return bool(np.allclose(values, other, rtol=tolerance, atol=atol, equal_nan=True))
 
 
 def _decides(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
@@ -116,17 +129,6 @@ def _is_text(values: np.ndarray) -> bool:
 def _is_proportional(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> bool:
     """Return whether each example has as many values as any other."""
     return all(part.size * sum(sizes) == whole.size * size for part, size in zip(parts, sizes, strict=True))
-
-
-def _close(values: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
-    if np.shape(values) != other.shape:
-        return False
-    if not _is_floating(other):
-        return bool(np.array_equal(values, other))
-    tolerance, values, other = _TOLERANCES[other.dtype.itemsize], _float(values), _float(other)
-    largest = float(np.max(np.abs(np.where(np.isfinite(other), other, 0.0)), initial=0.0))
-    atol = max(tolerance * largest, _ROUNDING * largest_part)
-    return bool(np.allclose(values, other, rtol=tolerance, atol=atol, equal_nan=True))
 
 
 def _is_floating(values: np.ndarray) -> bool:
