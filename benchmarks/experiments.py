@@ -148,6 +148,25 @@ SLOW_NETWORK = Experiment(
     ),
 )
 
+# 16 sentences of 128 words in all: scores of 2,048 x 32,000.
+_MASKED = replace(_DENSE_TWO, workload="masked_mean", batch_size=16, num_steps=6, num_warm_up_steps=2, rate="1gbit")
+
+MASKED_LOSS = Experiment(
+    name="masked_loss",
+    summary="A mean over a mask, 2,048 x 32,000 scores, two workers with links of 1 Gbit/s: what does the gather cost?",
+    figure="steps_per_second",
+    measure=measure,
+    settings={
+        "one scalar": _MASKED,
+        "sample weights": replace(_MASKED, workload="weighted_mean"),
+        "one scalar on the loopback": replace(_MASKED, rate=None),
+    },
+    findings=(
+        Target(("one scalar",), ("sample weights",)),
+        Target(("one scalar on the loopback",), ("one scalar",)),
+    ),
+)
+
 # Long enough for several checkpoints, of 84 MB each.
 _SAVING = replace(_DENSE_ONE, num_steps=150)
 
@@ -167,4 +186,13 @@ CHECKPOINT_COST = Experiment(
     ),
 )
 
-EXPERIMENTS = (HOST_BOUND, CNN, MIRRORED, MULTI_WORKER, COMMUNICATION_BOUND, SLOW_NETWORK, CHECKPOINT_COST)
+EXPERIMENTS = (
+    HOST_BOUND,
+    CNN,
+    MIRRORED,
+    MULTI_WORKER,
+    COMMUNICATION_BOUND,
+    SLOW_NETWORK,
+    MASKED_LOSS,
+    CHECKPOINT_COST,
+)

@@ -5,7 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-Workload = Literal["host_bound", "cnn", "dense", "dense_adam", "resnet20", "blocks", "embedding", "mobilenet"]
+Workload = Literal[
+    "host_bound",
+    "cnn",
+    "dense",
+    "dense_adam",
+    "resnet20",
+    "blocks",
+    "embedding",
+    "mobilenet",
+    "masked_mean",
+    "weighted_mean",
+]
 TrainerName = Literal["keras", "tfpar", "tf_keras", "torch"]
 Compression = Literal["bfloat16"]
 CheckpointWriting = Literal["asynchronous", "synchronous"]

@@ -18,7 +18,9 @@ from benchmarks.examples import (
     NUM_FEATURES,
     NUM_HEADS,
     NUM_TOKENS,
+    NUM_WORDS,
     PHOTO_SHAPE,
+    SENTENCE,
     SMALL_PHOTO_SHAPE,
     VOCABULARY,
     WIDTH,
@@ -129,6 +131,34 @@ def mobilenet(library: Any) -> Workload:
     return Workload(model, library.optimizers.RMSprop(1e-3), _labels(library))
 
 
+def masked_mean(library: Any) -> Workload:
+    """Return a model of the next word whose loss is a sum over a mask divided by the sum of the mask, as a scalar."""
+
+    def loss(targets: Any, scores: Any) -> Any:
+        losses = library.losses.sparse_categorical_crossentropy(targets, scores, from_logits=True)
+        mask = library.ops.cast(targets != 0, losses.dtype)
+        return library.ops.sum(losses * mask) / library.ops.sum(mask)
+
+    return Workload(_next_word(library), library.optimizers.SGD(0.1), loss)
+
+
+def weighted_mean(library: Any) -> Workload:
+    """Return the same model and the same loss, with the mask as sample weights."""
+    loss = library.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    return Workload(_next_word(library), library.optimizers.SGD(0.1), loss)
+
+
+def _next_word(library: Any) -> Any:
+    layers = library.layers
+    return library.Sequential(
+        [
+            library.Input((SENTENCE,), dtype="int32"),
+            layers.Embedding(NUM_WORDS, EMBEDDING_WIDTH),
+            layers.Dense(NUM_WORDS),
+        ]
+    )
+
+
 def _labels(library: Any) -> Any:
     return library.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -142,6 +172,8 @@ _WORKLOADS = {
     "blocks": blocks,
     "embedding": embedding,
     "mobilenet": mobilenet,
+    "masked_mean": masked_mean,
+    "weighted_mean": weighted_mean,
 }
 
 

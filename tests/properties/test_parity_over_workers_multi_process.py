@@ -77,7 +77,12 @@ LAYOUTS = {
     ),
     "stages on each worker": Layout(
         lambda row: tfpar.Hybrid(stages(row)),
-        ("last batch of 1", "sample weights, mean by weight", "embedding, sparse gradients"),
+        (
+            "last batch of 1",
+            "sample weights, mean by weight",
+            "embedding, sparse gradients",
+            "loss and metric that compare examples",
+        ),
         has_stages=True,
     ),
     "stages of shards on each worker": Layout(
@@ -88,7 +93,7 @@ LAYOUTS = {
     ),
     "stages over the workers": Layout(
         lambda row: stages(row, across_workers=True),
-        ("masked sequence", "L1, L2 and activity"),
+        ("masked sequence", "L1, L2 and activity", "loss over a mask as a scalar"),
         has_stages=True,
         is_driven_by_the_chief=True,
     ),

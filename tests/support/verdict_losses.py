@@ -31,7 +31,6 @@ from tests.support.verdicts import (
     both,
     crossentropy,
     refused,
-    taking_whole_batch,
     with_layers,
 )
 
@@ -103,18 +102,16 @@ class OwnReduction(keras.losses.Loss):
 
 ALONE = {"one micro-batch": EQUAL}
 COMPARING = {
-    "contrast": Case(alike(in_batch_contrast), taking_whole_batch("in_batch_contrast") | ALONE),
-    "gathered": Case(alike(gathered), taking_whole_batch("gathered")),
+    "contrast": Case(alike(in_batch_contrast), both(EQUAL) | ALONE),
+    "gathered": Case(alike(gathered), both(EQUAL)),
     "gathered scalar": Case(with_layers(loss=contrast), {"mirrored": EQUAL}, CLASSIFICATION),
-    "statistics of the batch": Case(alike(centred), taking_whole_batch("centred") | ALONE),
-    "some values": Case(alike(positive), taking_whole_batch("positive")),
-    "products": Case(alike(lambda y, p: p @ ops.transpose(p)), taking_whole_batch("<lambda>")),
-    "own reduction": Case(
-        with_layers(loss=OwnReduction()), taking_whole_batch("own_reduction") | ALONE, CLASSIFICATION
-    ),
+    "statistics of the batch": Case(alike(centred), both(EQUAL) | ALONE),
+    "some values": Case(alike(positive), both(EQUAL)),
+    "products": Case(alike(lambda y, p: p @ ops.transpose(p)), both(EQUAL)),
+    "own reduction": Case(with_layers(loss=OwnReduction()), both(EQUAL) | ALONE, CLASSIFICATION),
     "Circle": Case(
         with_layers(loss=keras.losses.Circle(), optimizer=lambda: keras.optimizers.SGD(1e-4)),
-        taking_whole_batch("circle") | ALONE,
+        both(EQUAL) | ALONE,
         CLASSIFICATION,
     ),
 }
@@ -184,14 +181,12 @@ def overriding(function: Callable[[Any, Any], Any], build: Build, **compiled: An
     return built
 
 
-SCALAR = taking_whole_batch(".*")
+SCALAR = both(EQUAL)
 DIVIDING = {
     "mask": Case(of_words(masked), SCALAR | ALONE, TAGGED),
-    "mask in compute_loss": Case(
-        overriding(masked, of_words("mse")), taking_whole_batch("OwnLoss.compute_loss") | ALONE, TAGGED
-    ),
-    "ignored labels": Case(of_words(ignoring), taking_whole_batch("ignoring"), TAGGED),
-    "missing numbers": Case(alike(without_missing), taking_whole_batch("without_missing")),
+    "mask in compute_loss": Case(overriding(masked, of_words("mse")), both(EQUAL) | ALONE, TAGGED),
+    "ignored labels": Case(of_words(ignoring), both(EQUAL), TAGGED),
+    "missing numbers": Case(alike(without_missing), both(EQUAL)),
     "Dice": Case(alike(keras.losses.Dice(), "sigmoid"), SCALAR, batches(INPUTS, BITS)),
     "balanced": Case(alike(balanced, "sigmoid"), SCALAR, batches(INPUTS, BITS)),
     "ratio": Case(alike(unexplained), SCALAR),
@@ -236,32 +231,30 @@ NEITHER = {
     "eight hardest examples": Case(alike(hardest(8)), SCALAR),
     "two hardest examples": Case(
         alike(hardest(2)),
-        taking_whole_batch("loss"),
+        both(EQUAL),
         batches(INPUTS, VALUES, batch=9),
     ),
     "cosine over the batch": Case(
         alike(keras.losses.CosineSimilarity(axis=0)),
-        taking_whole_batch("cosine_similarity"),
+        both(EQUAL),
     ),
     "shares over the batch": Case(
         alike(keras.losses.CategoricalCrossentropy(axis=0), "sigmoid"),
-        taking_whole_batch("categorical_crossentropy"),
+        both(EQUAL),
         batches(INPUTS, BITS),
     ),
-    "roots of means": Case(alike(lambda y, p: ops.sqrt(means(y, p))), taking_whole_batch("<lambda>")),
-    "sums for each output": Case(alike(lambda y, p: ops.sum(ops.square(y - p), 0)), taking_whole_batch("<lambda>")),
+    "roots of means": Case(alike(lambda y, p: ops.sqrt(means(y, p))), both(EQUAL)),
+    "sums for each output": Case(alike(lambda y, p: ops.sum(ops.square(y - p), 0)), both(EQUAL)),
     "root in a loss object": Case(with_layers(loss=lambda y, p: ops.sqrt(inner(y, p, "mean"))), SCALAR, CLASSIFICATION),
-    "root in compute_loss": Case(overriding(of_all, with_layers()), taking_whole_batch("OwnLoss.compute_loss") | ALONE),
-    "largest in compute_loss": Case(
-        overriding(largest, with_layers(), loss=["mse"]), taking_whole_batch("OwnLoss.compute_loss") | ALONE
-    ),
+    "root in compute_loss": Case(overriding(of_all, with_layers()), both(EQUAL) | ALONE),
+    "largest in compute_loss": Case(overriding(largest, with_layers(), loss=["mse"]), both(EQUAL) | ALONE),
     "no reduction": Case(
         with_layers(loss=keras.losses.MeanSquaredError(reduction=None)),
         refused("a loss needs a reduction, received reduction=None"),
     ),
     "mean beside values": Case(
         with_layers(loss=lambda y, p: cross_entropies(y, p) + inner(y, p, "mean")),
-        taking_whole_batch("<lambda>"),
+        both(EQUAL),
         CLASSIFICATION,
     ),
 }
@@ -280,7 +273,7 @@ SCALARS_WITH_WEIGHTS = {
     "mask": Case(masked_sequence, OF_WEIGHTS, lambda: parity_cases.sequence_data().take(2)),
     "means with weights": Case(
         alike(means),
-        taking_whole_batch("means"),
+        both(EQUAL),
         batches(INPUTS[:16], VALUES[:16], WEIGHTS[:16], batch=4),
     ),
 }

@@ -27,7 +27,6 @@ from tests.support.verdicts import (
     both,
     crossentropy,
     refused,
-    taking_whole_batch,
     with_layers,
 )
 
@@ -95,7 +94,7 @@ WHOLE_STATE = Refused("the values of 'state' for parts of a batch do not give")
 METRICS = {
     "precision as a function": Case(
         with_metric(lambda: precision, "sigmoid", 1),
-        taking_whole_batch("precision"),
+        both(EQUAL),
         batches(INPUTS, RARE),
     ),
     "sum of errors": Case(with_metric(lambda: State(lambda s, errors: s + ops.sum(errors))), both(EQUAL)),
@@ -105,24 +104,20 @@ METRICS = {
     ),
     "last mean": Case(
         with_metric(lambda: State(lambda s, errors: ops.mean(errors)[None])),
-        taking_whole_batch("state"),
+        both(EQUAL),
     ),
-    "number of batches beside a large sum": Case(
-        with_metric(lambda: State(sum_and_batches, (2,))), taking_whole_batch("state")
-    ),
-    "function that compares": Case(with_layers(metrics=[retrieved]), taking_whole_batch("retrieved")),
+    "number of batches beside a large sum": Case(with_metric(lambda: State(sum_and_batches, (2,))), both(EQUAL)),
+    "function that compares": Case(with_layers(metrics=[retrieved]), both(EQUAL)),
     "function that sums": Case(
         with_layers(metrics=[total]),
-        taking_whole_batch("total") | {"one micro-batch": EQUAL},
+        both(EQUAL) | {"one micro-batch": EQUAL},
     ),
-    "means of outputs": Case(with_metric(lambda: means), taking_whole_batch("means")),
+    "means of outputs": Case(with_metric(lambda: means), both(EQUAL)),
     "Pearson over the batch": Case(
         with_metric(lambda: keras.metrics.PearsonCorrelation(axis=0)),
-        taking_whole_batch("pearson_correlation"),
+        both(EQUAL),
     ),
-    "cosine over the batch": Case(
-        with_metric(lambda: keras.metrics.CosineSimilarity(axis=0)), taking_whole_batch("cosine_similarity")
-    ),
+    "cosine over the batch": Case(with_metric(lambda: keras.metrics.CosineSimilarity(axis=0)), both(EQUAL)),
     "number of batches, of the first replica": Case(
         with_metric(lambda: State(lambda s, errors: s + 1.0, aggregation="only_first_replica")), {"mirrored": EQUAL}
     ),
@@ -206,19 +201,15 @@ def counts_loss_by_weight() -> keras.Model:
 Mean, Sum = keras.metrics.Mean, keras.metrics.Sum
 COUNTED_SCALARS = {
     "sum in compute_loss": by_model(InLoss, Sum, "sum", both(EQUAL)),
-    "mean of compute_loss in a Sum": by_model(InLoss, Sum, "mean", taking_whole_batch("InLoss.compute_loss")),
+    "mean of compute_loss in a Sum": by_model(InLoss, Sum, "mean", both(EQUAL)),
     "mean in compute_loss": by_model(InLoss, Mean, "mean", both(EQUAL)),
-    "sum of compute_loss in a Mean": by_model(InLoss, Mean, "sum", taking_whole_batch("InLoss.compute_loss")),
-    "largest of compute_loss": by_model(InLoss, Sum, "largest", taking_whole_batch("InLoss.compute_loss")),
+    "sum of compute_loss in a Mean": by_model(InLoss, Mean, "sum", both(EQUAL)),
+    "largest of compute_loss": by_model(InLoss, Sum, "largest", both(EQUAL)),
     "sum in compute_metrics": by_model(InMetrics, Sum, "sum", both(EQUAL)),
     "mean in compute_metrics": by_model(InMetrics, Mean, "mean", both(EQUAL)),
-    "mean of compute_metrics in a Sum": by_model(
-        InMetrics, Sum, "mean", taking_whole_batch("InMetrics.compute_metrics")
-    ),
-    "sum of compute_metrics in a Mean": by_model(
-        InMetrics, Mean, "sum", taking_whole_batch("InMetrics.compute_metrics")
-    ),
-    "largest of compute_metrics": by_model(InMetrics, Sum, "largest", taking_whole_batch("InMetrics.compute_metrics")),
+    "mean of compute_metrics in a Sum": by_model(InMetrics, Sum, "mean", both(EQUAL)),
+    "sum of compute_metrics in a Mean": by_model(InMetrics, Mean, "sum", both(EQUAL)),
+    "largest of compute_metrics": by_model(InMetrics, Sum, "largest", both(EQUAL)),
     "loss in a layer, beside compute_metrics": Case(counts_loss_by_weight, {"mirrored": EQUAL}),
 }
 SCALARS_OF_LAYERS = {

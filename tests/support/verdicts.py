@@ -104,11 +104,6 @@ def refused(message: str, call: str = "fit") -> dict[str, Verdict]:
     return both(Refused(message, call))
 
 
-def taking_whole_batch(name: str, call: str = "fit") -> dict[str, Verdict]:
-    """Return the verdicts on what replicas compute on the gathered batch, and micro-batches refuse."""
-    return {"mirrored": EQUAL, "pipeline": Refused(f"the values of .*'{name}' for parts of a batch do not give", call)}
-
-
 def crossentropy(**settings: Any) -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 

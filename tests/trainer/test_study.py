@@ -40,10 +40,13 @@ def test_a_refusal_names_the_layer_and_the_ways_out() -> None:
     assert "batch_dependent_layers='gather'" in text
 
 
-def test_a_pipeline_refuses_what_replicas_gather() -> None:
-    text = " ".join(studied(verdict_losses.DIVIDING["mask"], "pipeline").split())
-    assert "the values of 'masked' for parts of a batch do not give those for all of it" in text
-    assert "Mirrored and MultiWorker gather the batch for it" in text
+def test_a_pipeline_computes_it_on_the_gathered_batch_and_says_what_that_costs() -> None:
+    case = verdict_losses.DIVIDING["mask"]
+    assert f"loss masked  {GATHERED}" in studied(case, "pipeline")
+    trainer = tfpar.Trainer(case.build, tfpar.Pipeline(2, 8, devices=verdicts.TWO), seed=0)
+    with pytest.warns(UserWarning, match="the activations of 8 micro-batches, not of 2"):
+        trainer.fit(case.data(), verbose=0)
+    assert str(trainer.preview(case.data())).startswith("1f1b, forward passes first: 2 stages")
 
 
 def test_one_device_computes_the_whole_batch() -> None:

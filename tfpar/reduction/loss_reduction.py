@@ -43,7 +43,11 @@ class LossReduction:
 
     def ways(self, training: bool) -> tuple[Way, ...]:
         """Return what losses computed in `call` need of the whole batch; nothing where no loss was studied."""
-        return self.verdicts.get(training, Verdict()).ways if self._divides else ()
+        return self.verdict(training).ways
+
+    def verdict(self, training: bool) -> Verdict:
+        """Return what the study found out; an empty verdict where the batch has no parts."""
+        return self.verdicts.get(training, Verdict()) if self._divides else Verdict()
 
     def is_own(self, training: bool) -> bool:
         """Return whether the loss is that of an overridden `compute_loss`, of the part."""

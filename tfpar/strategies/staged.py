@@ -20,6 +20,7 @@ from tfpar._compat import (
     random_state,
     tf_function,
 )
+from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
@@ -45,6 +46,7 @@ from tfpar.strategies.tensor_parallel.stages import groups_of
 from tfpar.strategies.tensor_parallel.table import lines_of
 from tfpar.study.known_layers import check_parts, check_synchronized
 from tfpar.study.outputs import Words
+from tfpar.study.report import gathering
 from tfpar.study.study import Engine, check_state_of_stages, study
 
 # The advice for a model that needs its whole batch.
@@ -184,7 +186,7 @@ class Staged(SingleReplica):
             return
         self._planner.plan(model, batch)
         self._check_update(model, training)
-        schedule = self.schedule_of(model)
+        schedule = self._planner.schedule_of(model)
         compiler = StepCompiler(
             self._planner.stages_of(model),
             schedule.num_microbatches * self.num_workers,
@@ -209,8 +211,9 @@ class Staged(SingleReplica):
         return (lambda gradients, _: updates.apply(model, gradients)) if self._groups else None
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
-        """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
-        return self._planner.schedule_of(model)
+        """Return the schedule of a model: fewer stages for few layer calls, forward passes first for some losses."""
+        steps = self._steps.get(model)
+        return self._planner.schedule_of(model) if steps is None else steps.schedule
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
         """Measure the stages on a batch and predict a step; no weight changes. All workers must call it.
@@ -234,7 +237,7 @@ class Staged(SingleReplica):
             return predict_step_time(
                 self._planner.partition_of(model),
                 steps,
-                self.schedule_of(model),
+                self._planner.schedule_of(model),
                 [self._planner.stage_devices(model), *self._planner.other_stage_devices(model)],
                 self._planner.memory_of(model),
                 batch,
@@ -304,6 +307,22 @@ class Staged(SingleReplica):
             verdict = Verdict.of_json(self._agree(verdict.to_json()))
         if kind != "predict":
             self._steps[model].compiler.losses.verdicts[training] = verdict
+            cost = self._cost_of_order(model) if training and verdict.takes_whole_loss else ""
+            if self.is_chief and (line := gathering(model, verdict, "the last stage", cost)):
+                user_warnings.warn(line)
+
+    def _cost_of_order(self, model: keras.Model) -> str:
+        """Return a sentence about the memory of a step with its forward passes first; empty where it is the same."""
+        before, after = (
+            max(schedules.peak_activations(schedule.of_one_replica))
+            for schedule in (self._planner.schedule_of(model), self.schedule_of(model))
+        )
+        if before == after:
+            return ""
+        return (
+            f"All forward passes of a step come first (the order of GPipe): a device keeps the activations of {after} "
+            f"micro-batches, not of {before}. A loss with one value per example keeps fewer."
+        )
 
     def verdict(self, model: keras.Model) -> Verdict | None:
         """Return what the study of a model found for training."""

@@ -78,20 +78,20 @@ def rows_of(model: keras.Model, verdict: Verdict) -> list[tuple[str, str, str]]:
     return rows
 
 
-def gathering(model: keras.Model, verdict: Verdict) -> str:
+def gathering(model: keras.Model, verdict: Verdict, who: str, cost: str) -> str:
     """Return one line about what is computed on the gathered batch; empty for nothing.
 
     Args:
         model: A compiled model.
         verdict: What a study found.
+        who: Who computes it.
+        cost: A sentence about what that costs; empty for none.
     """
     names = [name for name, _, done in rows_of(model, verdict) if done == _KINDS["whole"][1]]
     if not names:
         return ""
-    return (
-        f"Parts of a batch do not give the {' and the '.join(names)} of {model.name!r}: each replica computes it on "
-        "the gathered batch. A loss with one value per example sends less."
-    )
+    line = f"Parts of a batch do not give the {' and the '.join(names)} of {model.name!r}: "
+    return f"{line}{who} computes it on the gathered batch. {cost}".rstrip()
 
 
 def _losses(model: keras.Model, verdict: Verdict) -> list[tuple[str, Kind]]:

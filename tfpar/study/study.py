@@ -65,6 +65,15 @@ def study(
 
     Raises:
         ValueError: If the parts of a batch cannot give the whole.
+
+    Example:
+        >>> from tfpar.strategies.data_parallel import ENGINE_OF_REPLICAS
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "sigmoid")])
+        >>> model.compile("sgd", keras.losses.Dice())  # divides by the sum of all targets and outputs
+        >>> batch = tf.random.normal([8, 2]), tf.ones([8, 3])
+        >>> verdict, mixing_layers = study(model, batch, "train", ENGINE_OF_REPLICAS)
+        >>> verdict.losses, mixing_layers
+        (('whole',), ())
     """
     mode, has_loss = Mode(kind == "train", engine.gathers), kind != "predict"
     outputs = study_outputs(
@@ -170,7 +179,11 @@ class _LossStudy:
             whole_metrics=whole_metrics,
             reads_inputs=reads_inputs,
         )
-        self._check_whole(complete, losses)
+        if own_loss == "whole" and added:
+            raise ValueError(
+                f"{type(self._model).__name__}.compute_loss {_RULE} where layers add losses, and its values for parts "
+                "of a batch are not those for all of it. Do not override compute_loss, or train on SingleDevice()."
+            )
         return complete
 
     @functools.cached_property
@@ -245,31 +258,6 @@ class _LossStudy:
         added = zip(whole.added, *(part.added for part in parts), strict=True)
         kinds = [relation.relations(*_arrays(value, of_parts), SIZES) for value, *of_parts in added]
         return all("mean" in kind for kind in kinds) and joins(whole.outputs, [part.outputs for part in parts])
-
-    def _check_whole(self, verdict: Verdict, losses: Sequence[Kind]) -> None:
-        """Refuse what takes the whole batch where parts cannot gather it."""
-        if verdict.own_loss == "whole" and verdict.added:
-            raise ValueError(
-                f"{type(self._model).__name__}.compute_loss {_RULE} where layers add losses, and its values for parts "
-                "of a batch are not those for all of it. Do not override compute_loss, or train on SingleDevice()."
-            )
-        if self._engine.gathers:
-            return
-        names = [name for name, kind in zip(self._loss_names(len(losses)), losses, strict=True) if kind == "whole"]
-        names += [f"{type(self._model).__name__}.compute_loss"] if verdict.own_loss == "whole" else []
-        compiled = keras_metrics.compiled_metrics(self._model)
-        names += [compiled[number].name for number in verdict.metrics]
-        names += [f"{type(self._model).__name__}.compute_metrics"] if verdict.whole_metrics else []
-        if names:
-            raise ValueError(
-                "In micro-batches a loss or a metric must be computed from each example alone, as a sum or as a mean "
-                f"over the batch, and the values of {', '.join(map(repr, names))} for parts of a batch do not give "
-                f"those for all of it. Mirrored and MultiWorker gather the batch for it; or {self._engine.words.alone}."
-            )
-
-    def _loss_names(self, number: int) -> list[str]:
-        losses = keras_losses.flat_losses(self._model)
-        return [keras_losses.name_of(loss) for loss in (losses if len(losses) == number else losses[:1] * number)]
 
 
 _TOLERANCE = 1e-4

@@ -64,7 +64,7 @@ def predict_step_time(
     Args:
         partition: The stages of the model.
         steps: The compiled steps of the model.
-        schedule: The order of the actions.
+        schedule: The order of the actions, as the strategy has it for every loss.
         devices: The device of each stage, for each replica.
         memory: The estimate of the memory of weights and optimizer state.
         batch: A global batch, or the local batch of this worker.
@@ -114,14 +114,14 @@ def predict_step_time(
             num_parameters=sum(cost.parameters for cost in costs),
             forward_seconds=durations.forward_seconds[index],
             backward_seconds=durations.backward_seconds[index] + durations.weight_gradient_seconds[index],
-            memory_bytes=peak_bytes(schedule, durations, [index]),
+            memory_bytes=peak_bytes(steps.schedule, durations, [index]),
             cut_bytes=microbatch_size * sum(map(bytes_per_example, cut_values[index]))
             if index < len(partition.stages) - 1
             else None,
         )
         for index, (stage, costs) in enumerate(zip(partition.stages, partition.stage_costs, strict=True))
     ]
-    planned = simulate(schedule, durations)
+    planned = simulate(steps.schedule, durations)
     if peers is None:
         return Prediction(tuple(rows), durations, planned)
     all_reduce = f"the all-reduce over {peers.num_workers} workers ({three_digits(1e3 * sum(sums.seconds))} ms)"

@@ -36,10 +36,16 @@ from tfpar.reduction.gradient_addition import plus, tensors_of
 
 
 class Loss(Protocol):
-    """Computes the loss after the last stage."""
+    """Computes the loss after the last stage.
 
-    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart:
-        """Add the loss of a micro-batch to that of the batch."""
+    Attributes:
+        takes_outputs: Whether it takes the outputs of all micro-batches together.
+    """
+
+    takes_outputs: bool
+
+    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart | None:
+        """Add the loss of a micro-batch to that of the batch; None for a loss of the whole batch."""
 
 
 class Execution:
@@ -51,7 +57,8 @@ class Execution:
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
         factors: Returns for a micro-batch the weight of each added loss in the loss of the batch, in the order of the
             stages; None for a prediction.
-        loss: Computes the loss of a micro-batch; None for a prediction, which collects the outputs.
+        loss: Computes the loss of a micro-batch; None for a prediction. A prediction collects the outputs, and so does
+            a loss that takes those of all micro-batches.
         loss_variables: The states that the loss reads and changes, and the weights that it reads.
         sums_in_call: The sum and weight over the whole batch of each loss computed by a layer, in the order of the
             stages, float64 `[losses, 2]`; None where no loss is computed.
@@ -99,10 +106,14 @@ class Execution:
         self._cut: dict[tuple[int, str], Microbatch] = {}
         self.moments: list[tuple[Action, tf.Tensor, tf.Tensor]] = []
 
-    def run(self, segments: Iterable[Segment]) -> None:
-        """Add the actions of segments to the graph; each action comes after those that it depends on."""
-        segments = list(segments)
-        self.live.uses_queues = needs_queues(segments)
+    def run(self, segments: Sequence[Segment], others: Sequence[Segment] = ()) -> None:
+        """Add the actions of segments to the graph; each action comes after those that it depends on.
+
+        Args:
+            segments: The segments.
+            others: Those of the same step that run earlier or later.
+        """
+        self.live.uses_queues = needs_queues([*segments, *others])
         for segment in segments:
             if segment.repeats == 1:
                 self._run_each(segment.unrolled())
@@ -155,10 +166,26 @@ class Execution:
             index = tf.constant(self._first_microbatch + number, tf.int64)
             return index if self._offset is None else index + self._offset
 
-    def outputs(self) -> list[list[Any]]:
-        """Return the model's flat outputs for each micro-batch of a prediction, on the last stage's device."""
-        specs = [self._programs.specs[value].whole for value in self._programs.outputs]
-        return self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
+    def outputs(self) -> list[list[MaskedTensor]]:
+        """Return the model's collected flat outputs for each micro-batch, on the last stage's device.
+
+        Those of a prediction have no masks, and no rows of a repeated example.
+        """
+        outputs = [self._programs.specs[value] for value in self._programs.outputs]
+        specs = [(one.whole, None if self._loss is None else one.mask) for one in outputs]
+        found = self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
+        return [[MaskedTensor(*pair) for pair in of_microbatch] for of_microbatch in found]
+
+    def receive(self, number: int, gradients: Sequence[Any]) -> None:
+        """Hold the gradient of each output of a micro-batch for the backward pass of the last stage.
+
+        Args:
+            number: The index of the micro-batch.
+            gradients: A tensor, a tuple of pieces, or None for none.
+        """
+        if tensors_of(gradients):
+            self._loss_places = places_of(self._groups[self.devices[-1]], gradients)
+            self.live.save(_loss_gradients(number), list(gradients), self._loss_places)
 
     def sums(self) -> list[list[Any]]:
         """Return for each stage the gradients of its weights, summed over micro-batches, as `StageProgram.sums` does.
@@ -277,17 +304,21 @@ class Execution:
         device = self.devices[-1]
         outputs = [self.value(value, number, device) for value in self._programs.outputs]
         ends: list[tf.Tensor] = []
-        if self._loss is not None:
-            part = self._loss(self, number, outputs)
-            if gradients := tensors_of(part.gradients):
-                self._loss_places = places_of(self._groups[device], part.gradients)
-                self.live.save(_loss_gradients(number), list(part.gradients), self._loss_places)
-            ends = [part.value, *gradients][: self._programs.stages[-1].num_ends]
-        else:
-            rows = [self._counted_rows(number, one.whole(*self._groups[device])) for one in outputs]
-            self.live.enqueue(Key("outputs", "model"), rows, device)
+        part = None if self._loss is None else self._loss(self, number, outputs)
+        if part is not None:
+            self.receive(number, part.gradients)
+            ends = [part.value, *tensors_of(part.gradients)][: self._programs.stages[-1].num_ends]
+        if self._loss is None or self._loss.takes_outputs:
+            collected = map(functools.partial(self._collected, number), self._programs.outputs, outputs)
+            self.live.enqueue(Key("outputs", "model"), list(collected), device)
         self.variables.end_forward(number)
         return ends
+
+    def _collected(self, number: int, value: Value, output: MaskedTensor) -> tuple[Any, tf.Tensor | None]:
+        whole = output.whole(*self._groups[self.devices[-1]])
+        if self._loss is None:
+            return self._counted_rows(number, whole), None
+        return whole, None if self._programs.specs[value].mask is None else output.mask
 
     def _counted_rows(self, number: int, output: Any) -> Any:
         """Return the rows of an output, any number for each example; none of a repeated example."""

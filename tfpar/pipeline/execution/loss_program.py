@@ -39,6 +39,19 @@ class LossPart(NamedTuple):
     layer_states: list[tf.Tensor]
     weights: list[Any]
 
+    def not_counted(self, states: Sequence[tf.Tensor]) -> LossPart:
+        """Return the gradients of the outputs alone, where another worker counts all else.
+
+        Args:
+            states: The values before of the metrics.
+        """
+        value, of_outputs, weights = tf.nest.map_structure(
+            lambda tensor: tf.zeros_like(tensor) if tensor is not None and tensor.dtype.is_floating else tensor,
+            (self.value, self.of_outputs, self.weights),
+            expand_composites=True,
+        )
+        return self._replace(value=value, of_outputs=of_outputs, states=list(states), weights=weights)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossProgram:

@@ -168,6 +168,16 @@ class Microbatches:
                 found._begins[host] = tf.identity(share.begin)
         return found
 
+    def whole(self, examples: Any, host: str) -> Microbatch:
+        """Return all examples of the global batch as one micro-batch.
+
+        Args:
+            examples: The examples, those of all workers.
+            host: The `host_of` the device that takes them.
+        """
+        size = self._counts[host].num_examples
+        return Microbatch(examples, size, size, size, size, {}, host)
+
     def share(self, numbers: range, values: Sequence[Any], others: Sequence[Any]) -> Share:
         """Return the examples of consecutive micro-batches.
 

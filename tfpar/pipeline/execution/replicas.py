@@ -25,7 +25,9 @@ from tfpar.pipeline.execution.row_gradients import added, added_over_workers, jo
 from tfpar.pipeline.execution.stage_chain import BatchLoss
 from tfpar.pipeline.execution.stage_program import StageProgram
 from tfpar.pipeline.execution.state_changes import added_changes, sums_of_pairs, values_after
-from tfpar.pipeline.schedule.segments import Segment
+from tfpar.pipeline.execution.whole_batch import compute_on_whole_batch
+from tfpar.pipeline.schedule import Action
+from tfpar.pipeline.schedule.segments import Segment, segments
 from tfpar.reduction.gradient_addition import plus
 
 
@@ -63,6 +65,10 @@ class StepResults(NamedTuple):
     metrics_to_add: list[tuple[keras.Variable, tf.Tensor]]
 
 
+def _in_one(actions: Sequence[Action]) -> list[Segment]:
+    return [Segment(tuple(actions))]
+
+
 def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n([tf.cast(one, keras.config.floatx()) for one in losses])
 
@@ -73,17 +79,35 @@ class StepContext:
     Args:
         replicas: Those of this process.
         peers: The other workers of a job; None for none.
+        reads_inputs: Whether a loss or a metric that takes the whole batch reads its inputs.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaContext], peers: Peers | None = None) -> None:
-        self.replicas, self._peers = replicas, peers
+    def __init__(
+        self, replicas: Sequence[ReplicaContext], peers: Peers | None = None, *, reads_inputs: bool = False
+    ) -> None:
+        self.replicas, self._peers, self._reads_inputs = replicas, peers, reads_inputs
         self.num_examples = replicas[0].execution.microbatches.num_examples
 
-    def run(self, segments: Sequence[Segment]) -> None:
-        """Add the actions of each replica to the graph."""
+    def run(self, actions: Sequence[Action], *, loops: bool = True) -> None:
+        """Add the actions of each replica to the graph: its forward passes first, if the loss takes the whole batch.
+
+        Args:
+            actions: The actions of one replica in a topological order.
+            loops: Whether actions that repeat with later micro-batches are loops.
+        """
+        loss = self.replicas[0].loss
+        forward = [action for action in actions if action.kind == "F" or not loss.takes_whole]
+        divide = segments if loops else _in_one
+        first, others = divide(forward), divide([action for action in actions if action not in {*forward}])
+        self._run(first, others)
+        if loss.takes_outputs:
+            compute_on_whole_batch(self.replicas, self._peers, reads_inputs=self._reads_inputs)
+        self._run(others, first)
+
+    def _run(self, some: Sequence[Segment], others: Sequence[Segment]) -> None:
         for number, replica in enumerate(self.replicas):
             with named(number):
-                replica.execution.run(segments)
+                replica.execution.run(some, others)
 
     @property
     def ends(self) -> list[tf.Tensor]:
@@ -97,7 +121,7 @@ class StepContext:
         that read the weight, and the loss.
         """
         execution, loss = self.replicas[0]
-        of_loss = [one.loss.sums(one.execution.live) for one in self.replicas]
+        of_loss = [sums for one in self.replicas if (sums := one.loss.sums(one.execution.live))]
         of_stages = zip(*(one.execution.sums() for one in self.replicas), strict=True)
         users: list[tuple[Any, Any]] = [
             *zip(execution.programs.stages, of_stages, strict=True),
@@ -138,6 +162,7 @@ class StepContext:
             penalties: The losses of weight regularizers, scalars.
         """
         parts = [replica.loss.of_outputs(replica.execution.live) for replica in self.replicas]
+        parts = parts[:1] if self.replicas[0].loss.takes_whole else parts
         of_outputs = [tf.add_n(list(same)) for same in zip(*parts, strict=True)]
         metrics = sums_of_pairs([one.loss.metrics_to_add(one.execution.live) for one in self.replicas])
         states = sums_of_pairs([one.loss.new_states(one.execution.live) for one in self.replicas])

@@ -1,7 +1,8 @@
-"""The loss of one batch, computed micro-batch by micro-batch after the last stage."""
+"""The loss of one batch after the last stage: micro-batch by micro-batch, or for all of them together."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,20 +28,24 @@ class StepPrograms(NamedTuple):
     Args:
         programs: The stages.
         loss: The loss, after the last stage.
-        metrics: The update of the metrics; None without metrics.
+        metrics: The update of the metrics by a micro-batch; None for none.
+        takes_whole_loss: Whether `loss` is that of the whole batch, from the outputs of all micro-batches.
+        whole_metrics: The update of the metrics that take the whole batch, on the first replica; None for none.
     """
 
     programs: Programs
     loss: LossProgram
     metrics: MetricsUpdate | None
+    takes_whole_loss: bool = False
+    whole_metrics: MetricsUpdate | None = None
 
 
-_METRICS = Key("updated", "metrics")
+_METRICS, _WHOLE_METRICS = Key("updated", "metrics"), Key("updated", "metrics of the whole batch")
 _METRIC_STATES = Key("metric states", LOSS)
 
 
 class BatchLoss:
-    """The loss of a batch, computed micro-batch by micro-batch during an execution.
+    """The loss of a batch, computed micro-batch by micro-batch during an execution, or once for all of them.
 
     Args:
         compiled: The compiled functions of the step.
@@ -48,6 +53,10 @@ class BatchLoss:
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
         updates_metrics: Whether the outputs update the metrics.
         adds_metrics: Whether the states of metrics begin at zero, to be added to those of the first replica.
+
+    Attributes:
+        takes_whole: Whether the loss takes the whole batch.
+        takes_outputs: Whether the loss or a metric does.
     """
 
     def __init__(
@@ -63,6 +72,9 @@ class BatchLoss:
         with tf.device(self._program.device):  # or a loop would send them there in every iteration
             self._divisors, self._scale = tf.identity(divisors), tf.identity(scale)
         self._metrics = compiled.metrics if updates_metrics else None
+        self._whole_metrics = compiled.whole_metrics if updates_metrics else None
+        self.takes_whole = compiled.takes_whole_loss
+        self.takes_outputs = self.takes_whole or self._whole_metrics is not None
         states = [variable.value.read_value() for variable in compiled.loss.states]
         self._initial = list(map(tf.zeros_like, states)) if adds_metrics else states
 
@@ -71,22 +83,65 @@ class BatchLoss:
         """The states that the loss reads and changes, and the weights that it reads."""
         return self._program.layer_states, self._program.parameters
 
-    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart:
+    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart | None:
         """Add the loss of a micro-batch to that of the batch, with the states that it changes.
 
         Args:
             execution: The execution that computed the outputs.
             number: The index of the micro-batch.
             outputs: The flat outputs of the model for the micro-batch.
+
+        Returns:
+            The part of the micro-batch; None where the loss takes the whole batch.
         """
+        device = self._program.device
+        one, part = execution.microbatch(number, device), None
+        if not self.takes_whole:
+            part = self._add(execution, number, execution.number(number, device), one, outputs)
+        if self._metrics is not None:
+            self._update_metrics(self._metrics, _METRICS, execution.live, one, outputs)
+        return part
+
+    def of_batch(
+        self, execution: Execution, batch: Microbatch, outputs: list[MaskedTensor], *, counts: bool
+    ) -> Sequence[Any]:
+        """Compute the loss and update the metrics that take the whole batch; return the gradients of the outputs.
+
+        Args:
+            execution: The execution of the first replica.
+            batch: All examples of the global batch as one micro-batch.
+            outputs: The flat outputs of the model for them.
+            counts: Whether this worker counts the value; all have the gradients.
+        """
+        gradients: Sequence[Any] = []
+        if self.takes_whole:
+            with tf.device(batch.host):
+                number = tf.zeros([], tf.int64)
+            gradients = self._add(execution, 0, number, batch, outputs, counts=counts).gradients
+        if self._whole_metrics is not None:
+            self._update_metrics(self._whole_metrics, _WHOLE_METRICS, execution.live, batch, outputs)
+        return gradients
+
+    def _add(
+        self,
+        execution: Execution,
+        number: int,
+        index: tf.Tensor,
+        one: Microbatch,
+        outputs: list[MaskedTensor],
+        *,
+        counts: bool = True,
+    ) -> LossPart:
         program, live = self._program, execution.live
-        one = execution.microbatch(number, program.device)
         states = live.get(_METRIC_STATES, self._initial)
         layer_states = execution.variables.loss_states(number)
         part = program.part(
-            execution.number(number, program.device), one, outputs, states, layer_states,
+            index, one, outputs, states, layer_states,
             execution.variables.loss_parameters, self._divisors, self._scale,
         )  # fmt: skip
+        if not counts:
+            part = part.not_counted(states)
+            one = dataclasses.replace(one, num_counted=tf.zeros_like(one.num_counted))
         live[_METRIC_STATES] = [
             tf.where(one.num_counted > 0, new, old) for new, old in zip(part.states, states, strict=True)
         ]
@@ -95,8 +150,6 @@ class BatchLoss:
             execution.add("loss of an output", index, of_output)
         self._add_weights(live, part.weights)
         execution.variables.note_loss(number, part.layer_states, one)
-        if self._metrics is not None:
-            self._update_metrics(self._metrics, live, one, outputs)
         return part
 
     def value(self, live: LiveTensors) -> tf.Tensor:
@@ -104,8 +157,8 @@ class BatchLoss:
 
         TensorFlow prunes the updates unless a result depends on theirs, which is zero.
         """
-        value: tf.Tensor = live[Key("loss", LOSS)]
         with tf.device(self._program.device):
+            value: tf.Tensor = live.get(Key("loss", LOSS), tf.zeros([], keras.config.floatx()))
             for zero in self._updated(live):
                 value += tf.cast(zero, value.dtype)
             return value
@@ -116,7 +169,7 @@ class BatchLoss:
 
     def new_states(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
         """Return the variables of metrics that change, with their values after the batch; not those that are added."""
-        own = self._program.updated_metrics(live[_METRIC_STATES])
+        own = self._program.updated_metrics(live.get(_METRIC_STATES, self._initial))
         if self._metrics is None or self._metrics.is_added:
             return own
         return [*own, *self._metrics.updated(live[_METRICS])]
@@ -128,8 +181,11 @@ class BatchLoss:
     def sums(self, live: LiveTensors) -> list[Any]:
         """Return the gradients of the weights that the loss itself reads, summed over micro-batches.
 
-        Each is a tensor, a tuple with the rows of each lookup, or None.
+        Each is a tensor, a tuple with the rows of each lookup, or None. There are none where the first replica computes
+        the loss of the whole batch.
         """
+        if Key("loss", LOSS) not in live:
+            return []
         rows = self._rows(live).total()
         dense = [live.get(Key("gradient of the loss", index)) for index in range(len(rows))]
         return [one if of_one is None else of_one for one, of_one in zip(dense, rows, strict=True)]
@@ -151,17 +207,18 @@ class BatchLoss:
         return RowSums(live, LOSS, program.trace.weight_gradients, program.kinds, program.device)
 
     def _update_metrics(
-        self, metrics: MetricsUpdate, live: LiveTensors, one: Microbatch, outputs: Sequence[MaskedTensor]
+        self, metrics: MetricsUpdate, key: Key, live: LiveTensors, one: Microbatch, outputs: Sequence[MaskedTensor]
     ) -> None:
-        """Update the metrics after their update by the micro-batch before."""
+        """Update metrics after their update by the micro-batch before."""
         tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
         with tf.control_dependencies(None):
-            before = live.get(_METRICS) or metrics.initial()
+            before = live.get(key) or metrics.initial()
             batch = taken_after_stages(self._program.loss.model, one.batch)
             given = before, one.num_counted, one.part, batch, tensors, masks
-            live[_METRICS] = list(metrics.function(*given))
+            live[key] = list(metrics.function(*given))
 
     def _updated(self, live: LiveTensors) -> list[tf.Tensor]:
         """Return zeros that are computed after all updates of metrics."""
-        in_place = self._metrics is not None and not self._metrics.variables
-        return live.get(_METRICS, []) if in_place else []
+        updates = (_METRICS, self._metrics), (_WHOLE_METRICS, self._whole_metrics)
+        in_place = [key for key, metrics in updates if metrics is not None and not metrics.variables]
+        return [zero for key in in_place for zero in live.get(key, [])]

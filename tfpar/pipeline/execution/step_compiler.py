@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,12 @@ from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
 from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
 from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
 from tfpar.pipeline.execution.stage_chain import StepPrograms
+from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
+from tfpar.reduction import metric_logs
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.loss_reduction import LossReduction
+from tfpar.reduction.verdict import Verdict
 
 
 class StepCompiler:
@@ -97,33 +101,57 @@ class StepCompiler:
         specs = taken_after_stages(self.staged.model, specs)
         programs = self.stages(inputs, training=training)
         loss = self._compile_loss(programs, specs, training=training)
+        verdict = self.losses.verdict(training)
         if training:
             live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
             programs = self._stages.without_dead_ends(programs, live)
         check_own_loss(self.staged.model, programs)
-        metrics = self._compile_metrics(programs, specs, in_place=self._agree is None)
-        compiled = [StepPrograms(programs, loss, metrics)]
+        metrics = self._compile_metrics(programs, specs, verdict, in_place=self._agree is None)
+        is_whole, whole_metrics = verdict.takes_whole_loss, self._compile_whole_metrics(programs, specs, verdict)
+        compiled = [StepPrograms(programs, loss, metrics, is_whole, whole_metrics)]
         for devices in self.other_devices:
             other = programs.on(devices)
             same = self._compile_loss(other, specs, training=training)
-            metrics = self._compile_metrics(other, specs, in_place=False)
-            compiled.append(StepPrograms(other, same, metrics))
+            metrics = self._compile_metrics(other, specs, verdict, in_place=False)
+            compiled.append(StepPrograms(other, same, metrics, is_whole, whole_metrics))
         return compiled
 
-    def _compile_metrics(self, programs: Programs, specs: Any, *, in_place: bool) -> MetricsUpdate | None:
-        if not keras_metrics.counts_metrics(self.staged.model):
+    def _compile_metrics(
+        self, programs: Programs, specs: Any, verdict: Verdict, *, in_place: bool
+    ) -> MetricsUpdate | None:
+        if not keras_metrics.counts_metrics(self.staged.model) or verdict.whole_metrics:
             return None
-        outputs = [programs.specs[value] for value in programs.outputs]
-        return compile_metrics_update(self.staged, outputs, specs, programs.stages[-1].devices, in_place=in_place)
+        outputs, devices = [programs.specs[value] for value in programs.outputs], programs.stages[-1].devices
+        whole = self._whole_metrics(verdict)
+        return compile_metrics_update(self.staged, outputs, specs, devices, whole, in_place=in_place)
+
+    def _compile_whole_metrics(self, programs: Programs, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
+        """Return the update of the metrics that take the whole batch; each worker computes all of it, in place."""
+        whole = self._whole_metrics(verdict)
+        if not whole:
+            return None
+        outputs, devices = [_whole(programs.specs[value]) for value in programs.outputs], programs.stages[-1].devices
+        others = metric_logs.other_metrics(self.staged.model, whole)
+        return compile_metrics_update(self.staged, outputs, specs, devices, others, in_place=True)
+
+    def _whole_metrics(self, verdict: Verdict) -> list[keras.Metric]:
+        if verdict.whole_metrics:
+            return metric_logs.all_metrics(self.staged.model)
+        compiled = keras_metrics.compiled_metrics(self.staged.model)
+        return [compiled[number] for number in verdict.metrics]
 
     def _compile_loss(self, programs: Programs, specs: Any, *, training: bool) -> LossProgram:
-        model = self.staged.model
-        outputs = keras.tree.map_structure(lambda value: programs.specs[value], self.staged.graph.outputs)
+        model, is_whole = self.staged.model, self.losses.verdict(training).takes_whole_loss
+        losses = LossReduction(model, communicates=False, divides=False) if is_whole else self.losses
+        outputs = keras.tree.map_structure(
+            lambda value: _whole(programs.specs[value]) if is_whole else programs.specs[value],
+            self.staged.graph.outputs,
+        )
         in_stages = {id(state) for program in programs.stages for state in program.states}
         own = [state for metric in keras_metrics.own_metrics(model) for state in metric.variables]
         metric_states = [state for state in own if id(state) not in in_stages]
         devices = programs.stages[-1].devices
-        return compile_loss(ModelLoss(model, self.losses, training, devices), outputs, specs, metric_states)
+        return compile_loss(ModelLoss(model, losses, training, devices), outputs, specs, metric_states)
 
 
 def check_own_loss(model: keras.Model, programs: Programs) -> None:
@@ -144,6 +172,16 @@ def check_own_loss(model: keras.Model, programs: Programs) -> None:
             "In a pipeline, a model that overrides compute_loss cannot have regularizers or losses from add_loss, "
             f"received {type(model).__name__} with {what}. Do not override compute_loss, or train on SingleDevice()."
         )
+
+
+def _whole(spec: ValueSpec) -> ValueSpec:
+    """Return the spec of an output of all micro-batches together."""
+    if not isinstance(spec.whole, tf.TensorSpec):
+        raise ValueError(
+            "A loss or a metric that parts of a batch do not give takes the whole batch, joined from dense outputs of "
+            f"micro-batches, received a {type(spec.whole).__name__}. Use to_tensor(), or train on SingleDevice()."
+        )
+    return dataclasses.replace(spec, spec=spec.whole)
 
 
 def _specs(structure: Any) -> Any:

@@ -92,21 +92,28 @@ class MetricsUpdate(NamedTuple):
 
 
 def compile_metrics_update(
-    staged: StagedModel, outputs: Sequence[ValueSpec], batch: Any, devices: Sequence[str], *, in_place: bool
+    staged: StagedModel,
+    outputs: Sequence[ValueSpec],
+    batch: Any,
+    devices: Sequence[str],
+    others: Sequence[keras.Metric] = (),
+    *,
+    in_place: bool,
 ) -> MetricsUpdate:
-    """Compile the update of the metrics with the outputs of one micro-batch.
+    """Compile the update of metrics with the outputs of one micro-batch, or of the whole batch.
 
     Args:
         staged: A compiled model in stages.
         outputs: The specs of its flat outputs.
         batch: The spec of what `taken_after_stages` returns of a batch of any size.
         devices: The device of the outputs; then those of pieces.
+        others: Metrics that it leaves as they are.
         in_place: Whether it updates the variables of the metrics; else it computes sums from zero.
 
     Raises:
         ValueError: If the sums cannot be computed apart from the variables.
     """
-    update = _Update(staged, outputs, batch, devices)
+    update = _Update(staged, outputs, batch, devices, others)
     if not in_place:
         return update.of_sums()
     found = update.of_pieces() if any(one.is_in_pieces for one in outputs) else None
@@ -120,6 +127,7 @@ class _Update(NamedTuple):
     outputs: Sequence[ValueSpec]
     batch: Any
     devices: Sequence[str]
+    others: Sequence[keras.Metric]
 
     def of_sums(self) -> MetricsUpdate:
         """Return an update that adds to sums.
@@ -128,7 +136,7 @@ class _Update(NamedTuple):
             ValueError: If a state is no sum, or is none of a metric.
         """
         model = self.staged.model
-        variables = _summed_states(model)
+        variables = _summed_states(model, self.others)
         function, assigned = self._traced(variables, assigns=False)
         others = [one.path for one in assigned if not any(one is known for known in variables)]
         if others or any(map(tf_graph.assigns, tf_graph.effects(function.graph))):
@@ -147,7 +155,7 @@ class _Update(NamedTuple):
         No conditional can contain operations on several devices: the states of a micro-batch without examples are
         computed, and not taken.
         """
-        variables = _states_of_metrics(self.staged.model)
+        variables = _states_of_metrics(self.staged.model, self.others)
         with contextlib.suppress(Exception):  # such as of a metric that uses the tf.Variable of a keras.Variable
             function, assigned = self._traced(variables, assigns=False)
             is_known = all(any(one is known for known in variables) for one in assigned)
@@ -187,6 +195,7 @@ class _Update(NamedTuple):
                     _states(variables, carried, assigned) as values,
                     keras_losses_in_call.scalars_weighted(lambda _: part),
                     gathered_classes.read_in_pieces(),
+                    metric_logs.not_updated(self.others),
                 ):
                     metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
                 return values or list(map(tf.identity, carried))
@@ -216,9 +225,9 @@ def _carried(variables: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
     return [tf.TensorSpec(one.shape, one.dtype) for one in variables] or [tf.TensorSpec([], keras.config.floatx())]
 
 
-def _summed_states(model: keras.Model) -> tuple[keras.Variable, ...]:
+def _summed_states(model: keras.Model, others: Sequence[keras.Metric]) -> tuple[keras.Variable, ...]:
     """Return the variables of the metrics, which add up over replicas; those of the loss are updated once a step."""
-    variables = _states_of_metrics(model)
+    variables = _states_of_metrics(model, others)
     for variable in variables:
         if variable.aggregation != "sum":
             raise ValueError(
@@ -228,10 +237,10 @@ def _summed_states(model: keras.Model) -> tuple[keras.Variable, ...]:
     return variables
 
 
-def _states_of_metrics(model: keras.Model) -> tuple[keras.Variable, ...]:
-    """Return the variables of all metrics that each micro-batch updates; those of the loss are updated once a step."""
-    once = [keras_metrics.loss_tracker(model), *keras_metrics.trackers_of_losses(model)]
-    metrics = [metric for metric in metric_logs.all_metrics(model) if not any(metric is one for one in once)]
+def _states_of_metrics(model: keras.Model, others: Sequence[keras.Metric]) -> tuple[keras.Variable, ...]:
+    """Return the variables of all metrics but some that each micro-batch updates; not those of the loss."""
+    others = [*others, keras_metrics.loss_tracker(model), *keras_metrics.trackers_of_losses(model)]
+    metrics = [metric for metric in metric_logs.all_metrics(model) if not any(metric is one for one in others)]
     return tuple({id(one): one for metric in metrics for one in metric.variables}.values())
 
 

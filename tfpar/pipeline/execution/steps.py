@@ -55,6 +55,12 @@ class PipelineSteps:
         with tf.device("CPU:0"):
             self._usual_sizes = {training: tf.Variable(0, dtype=tf.int64) for training in (True, False)}
 
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the actions of a train step: forward passes first, where a loss takes the whole batch."""
+        takes_whole = self.compiler.losses.verdict(training=True).takes_whole_loss
+        return self._schedule.forward_first() if takes_whole else self._schedule
+
     def keep_first(self, batch: Any, training: bool) -> None:
         """Keep the size of the micro-batches of the first batch for later ones.
 
@@ -120,7 +126,7 @@ class PipelineSteps:
         """
         scale = self._loss_scale()
         context = self._begin(batch, scale, part, training=True)
-        context.run(segments(self._of_one_replica.in_order()))
+        context.run(self._of_one_replica.in_order())
         gradients = context.gradients()
         loss = self._finish(_plain(batch), context, add_penalties(self._model, gradients, scale))
         # Updates come after all operations that read weights.
@@ -144,7 +150,7 @@ class PipelineSteps:
         """
         scale = tf.ones((), keras.config.floatx())
         context = self._begin(batch, scale, part, training=False)
-        context.run(segments(self._forward_actions()))
+        context.run(self._forward_actions())
         return self._finish(_plain(batch), context, add_penalties(self._model, {}, scale))
 
     def predict_step(self, inputs: Any, part: LocalPart | None = None) -> Any:
@@ -159,7 +165,7 @@ class PipelineSteps:
             execution.run(segments(self._forward_actions()))
         changes = added_changes([execution.variables.changes() for execution in executions])
         assign_states(values_after(changes), [end for execution in executions for end in execution.ends])
-        parts = [part for execution in executions for part in execution.outputs()]
+        parts = [[one.tensor for one in part] for execution in executions for part in execution.outputs()]
         with tf.device(self._last_device):
             whole = [data.join_batches(list(ones)) for ones in zip(*parts, strict=True)]
         if self._peers is not None:
@@ -190,13 +196,13 @@ class PipelineSteps:
             kind: "train", "evaluate" or "predict".
         """
         training = kind == "train"
-        actions = Segment(tuple(self._of_one_replica.in_order() if training else self._forward_actions()))
+        actions = self._of_one_replica.in_order() if training else self._forward_actions()
         if kind == "predict":
             for execution in self._forward_passes(batch, part)[1]:
-                execution.run([actions])
+                execution.run([Segment(tuple(actions))])
         elif self._peers is None or self.compiler.has_compiled(batch, training=training):  # workers compile together
             scale = self._loss_scale() if training else tf.ones((), keras.config.floatx())
-            self._begin(batch, scale, part, training=training, alone=True).run([actions])
+            self._begin(batch, scale, part, training=training, alone=True).run(actions, loops=False)
 
     def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Add the actions of a schedule on a batch to the graph, without an update, and measure when each runs.
@@ -210,7 +216,7 @@ class PipelineSteps:
             `[actions, 2]`; and the gradients, without which TensorFlow would prune the backward pass.
         """
         context = self._begin(batch, self._loss_scale(), None, training=True, timed=True)
-        context.run([Segment(tuple(schedule.of_one_replica.in_order()))])
+        context.run(schedule.of_one_replica.in_order(), loops=False)
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
         moments = {}
         for number, replica in enumerate(context.replicas):
@@ -281,7 +287,9 @@ class PipelineSteps:
                 )  # fmt: skip
             return ReplicaContext(execution, loss)
 
-        return StepContext(list(map(begin, itertools.count(), [compiled, *others], self._first_microbatches)), peers)
+        replicas = list(map(begin, itertools.count(), [compiled, *others], self._first_microbatches))
+        reads_inputs = self.compiler.losses.verdict(training).reads_inputs
+        return StepContext(replicas, peers, reads_inputs=reads_inputs)
 
     def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
         """Return the sums and weights of the whole batch that losses computed by layers need.

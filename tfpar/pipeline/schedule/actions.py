@@ -100,6 +100,25 @@ class Schedule:
             self, num_microbatches=num_replicas * self.num_microbatches, actions=actions, num_replicas=num_replicas
         )
 
+    def forward_first(self) -> Schedule:
+        """Return the schedule in which each device runs all its forward passes before its first backward pass.
+
+        It is the order of GPipe, in which a loss can take the outputs of all micro-batches.
+
+        Example:
+            >>> from tfpar.pipeline import schedule
+            >>> print(schedule.make("1f1b", num_stages=2, num_microbatches=2).forward_first().to_text())
+            1f1b, forward passes first
+            0: F0.0 F0.1 B0.0 B0.1
+            1: F1.0 F1.1 B1.0 B1.1
+        """
+        actions = tuple(tuple(sorted(order, key=lambda action: action.kind != "F")) for order in self.actions)
+        return (
+            self
+            if actions == self.actions
+            else dataclasses.replace(self, name=f"{self.name}, forward passes first", actions=actions)
+        )
+
     @property
     def of_one_replica(self) -> Schedule:
         """The schedule of the first replica, which that of every other equals but for the micro-batches."""

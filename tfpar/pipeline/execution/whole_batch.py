@@ -1,0 +1,156 @@
+"""The loss and the metrics that take the whole batch, between the forward and the backward passes of a step.
+
+    replica 0   outputs of micro-batches 0 1 ─┐                                  ┌─► gradients 0 1   backward passes
+                                              ├─ joined ─► loss, metrics ─ split ─┤
+    replica 1   outputs of micro-batches 2 3 ─┘                                  └─► gradients 2 3   backward passes
+
+The last stage of the first replica computes them, as one device does. Where there are several workers, each gathers the
+outputs of all and computes the same; the first counts the value, and each keeps the gradients of its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar.pipeline.execution.bundles import is_copied
+from tfpar.pipeline.execution.executor import Execution
+from tfpar.pipeline.execution.microbatches import HOST, host_of
+from tfpar.pipeline.execution.model_loss import taken_after_stages
+from tfpar.pipeline.execution.peers import Peers
+from tfpar.pipeline.execution.stage_chain import BatchLoss
+from tfpar.pipeline.execution.stage_values import MaskedTensor
+
+
+class _Part(NamedTuple):
+    """The outputs of one micro-batch.
+
+    Args:
+        execution: That of its replica.
+        number: Its index among the micro-batches of the replica.
+        outputs: The outputs, on the device of the loss.
+        num_rows: The number of rows of each output, int64 scalars; 0 for a repeated example.
+    """
+
+    execution: Execution
+    number: int
+    outputs: list[MaskedTensor]
+    num_rows: list[tf.Tensor]
+
+
+def compute_on_whole_batch(
+    replicas: Sequence[tuple[Execution, BatchLoss]], peers: Peers | None, *, reads_inputs: bool
+) -> None:
+    """Compute the loss of all micro-batches and the metrics that take it, and give each its gradients.
+
+    Args:
+        replicas: The executions of this process, whose forward passes have run.
+        peers: The other workers of a job; None for none.
+        reads_inputs: Whether an overridden method of the model takes the inputs of the whole batch.
+    """
+    execution, loss = replicas[0]
+    device = loss.program.device
+    parts = [part for replica, _ in replicas for part in _parts(replica, device)]
+    outputs = [_joined([(part.outputs[i], part.num_rows[i]) for part in parts], device) for i in range(_width(parts))]
+    examples = _examples(parts, loss.program.loss.model, device)
+    begins: Sequence[Any] = [tf.zeros([], tf.int64)] * len(outputs)
+    if peers is not None:
+        begins = _begins(outputs, peers)
+        outputs = [MaskedTensor(*_gathered((one.tensor, one.mask), peers, device)) for one in outputs]
+        inputs, *others = examples
+        examples = (_gathered(inputs, peers, device) if reads_inputs else inputs, *_gathered(others, peers, device))
+    whole = execution.microbatches.whole(examples, host_of(device))
+    gradients = loss.of_batch(execution, whole, outputs, counts=peers is None or peers.rank == 0)
+    for other, _ in replicas[1:]:  # the loss changes no state of theirs
+        other.variables.note_loss(0, other.variables.loss_states(0), whole)
+    _return_gradients(parts, gradients, begins, device)
+
+
+def _width(parts: Sequence[_Part]) -> int:
+    return len(parts[0].outputs)
+
+
+def _parts(execution: Execution, device: str) -> list[_Part]:
+    """Return the outputs of the micro-batches of a replica, on the device of the loss."""
+    found = []
+    for number, collected in enumerate(execution.outputs()):
+        outputs = [output.on(device) for output in collected]
+        with tf.device(HOST):
+            counts = execution.microbatch(number, HOST).num_counted > 0
+            sizes = [tf.where(counts, tf.cast(data.num_rows(one.tensor), tf.int64), 0) for one in outputs]
+        found.append(_Part(execution, number, outputs, sizes))
+    return found
+
+
+def _joined(parts: Sequence[tuple[MaskedTensor, tf.Tensor]], device: str) -> MaskedTensor:
+    """Return the counted rows of an output of all micro-batches."""
+    with tf.device(device):
+        tensors = [data.take_rows((part.tensor, part.mask), 0, num_rows) for part, num_rows in parts]
+        return MaskedTensor(*data.join_batches(tensors))
+
+
+def _examples(parts: Sequence[_Part], model: keras.Model, device: str) -> Any:
+    """Return the counted examples of all micro-batches, as the loss takes them."""
+    microbatches = [part.execution.microbatch(part.number, part.execution.devices[-1]) for part in parts]
+
+    def joined(*leaves: Any) -> Any:
+        with tf.device(device if is_copied(leaves[0]) else HOST):
+            rows = zip(leaves, microbatches, strict=True)
+            return data.join_batches([data.take_rows(leaf, 0, part.num_counted) for leaf, part in rows])
+
+    return tf.nest.map_structure(joined, *(taken_after_stages(model, part.batch) for part in microbatches))
+
+
+def _begins(outputs: Sequence[MaskedTensor], peers: Peers) -> list[tf.Tensor]:
+    """Return the index of this worker's first row in each output of all workers, int64 scalars."""
+    with tf.device(HOST):
+        own = tf.stack([tf.shape(output.tensor, tf.int64)[0] for output in outputs])
+        (of_workers,) = peers.add([tf.one_hot(peers.rank, peers.num_workers, dtype=tf.int64)[:, None] * own])
+        begins: list[tf.Tensor] = tf.unstack(tf.reduce_sum(of_workers[: peers.rank], 0), num=len(outputs))
+        return begins
+
+
+def _gathered(structure: Any, peers: Peers, device: str) -> Any:
+    """Return the rows of all workers of each tensor in a structure."""
+
+    def gathered(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, tf.Tensor) or tensor.dtype == tf.string:
+            kind = tensor.dtype.name if isinstance(tensor, tf.Tensor) else type(tensor).__name__
+            raise ValueError(
+                "A loss or a metric that parts of a batch do not give takes the whole batch, gathered over workers "
+                f"from dense numbers, received a {kind}. Make them dense numbers, or train in one process."
+            )
+        return peers.all_gather([tensor], device)[0]
+
+    return tf.nest.map_structure(gathered, structure)
+
+
+def _return_gradients(
+    parts: Sequence[_Part], gradients: Sequence[Any], begins: Sequence[tf.Tensor], device: str
+) -> None:
+    """Give each micro-batch the rows of its examples; a repeated example has zeros."""
+    begins = list(begins)
+    for part in parts:
+        of_part: list[Any] = []
+        for index, gradient in enumerate(gradients):
+            output, size = part.outputs[index].tensor, part.num_rows[index]
+            with tf.device(HOST):
+                end = begins[index] + size
+            of_part.append(None if gradient is None else _rows_like(output, gradient, begins[index], end, device))
+            begins[index] = end
+        part.execution.receive(part.number, of_part)
+
+
+def _rows_like(output: tf.Tensor, gradient: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, device: str) -> tf.Tensor:
+    """Return rows of a gradient, with zeros to the number of rows of an output."""
+    with tf.device(device):
+        rows = data.take_rows(gradient, begin, end)
+        missing = tf.shape(output, tf.int64)[0] - (end - begin)
+        padded = tf.pad(rows, [[0, missing], *([0, 0] for _ in rows.shape[1:])])
+        return tf.ensure_shape(padded, output.shape)
