@@ -179,7 +179,8 @@ def _check_axes(model: keras.Model, whole: Observation, parts: Sequence[Observat
         if isinstance(values, tf.Tensor) and relation.is_joined_elsewhere(
             np.asarray(values), list(map(np.asarray, others))
         ):
-            names = getattr(model, "output_names", [])
+            is_sequential = isinstance(model, keras.Sequential)
+            names = [model.layers[-1].name] if is_sequential else getattr(model, "output_names", [])
             raise ValueError(
                 "Every output of a model must have the examples as its first axis, so that parts of a batch can be "
                 f"joined, received {(names[number] if number < len(names) else model.name)!r}; move the axis with "
