@@ -55,11 +55,11 @@ def compute_on_whole_batch(
     execution, loss = replicas[0]
     device = loss.program.device
     parts = [part for replica, _ in replicas for part in _parts(replica, device)]
-    outputs = [_joined([(part.outputs[i], part.num_rows[i]) for part in parts], device) for i in range(_width(parts))]
+    outputs = [_joined(parts, index, device) for index in range(len(parts[0].outputs))]
     examples = _examples(parts, loss.program.loss.model, device)
     begins: Sequence[Any] = [tf.zeros([], tf.int64)] * len(outputs)
     if peers is not None:
-        begins = _begins(outputs, peers)
+        begins = _begins(outputs, peers, device)
         outputs = [MaskedTensor(*_gathered((one.tensor, one.mask), peers, device)) for one in outputs]
         inputs, *others = examples
         examples = (_gathered(inputs, peers, device) if reads_inputs else inputs, *_gathered(others, peers, device))
@@ -70,27 +70,46 @@ def compute_on_whole_batch(
     _return_gradients(parts, gradients, begins, device)
 
 
-def _width(parts: Sequence[_Part]) -> int:
-    return len(parts[0].outputs)
-
-
 def _parts(execution: Execution, device: str) -> list[_Part]:
     """Return the outputs of the micro-batches of a replica, on the device of the loss."""
     found = []
     for number, collected in enumerate(execution.outputs()):
         outputs = [output.on(device) for output in collected]
+        sizes = [_num_rows(output.tensor, device) for output in outputs]
         with tf.device(HOST):
             counts = execution.microbatch(number, HOST).num_counted > 0
-            sizes = [tf.where(counts, tf.cast(data.num_rows(one.tensor), tf.int64), 0) for one in outputs]
+            sizes = [tf.where(counts, size, 0) for size in sizes]
         found.append(_Part(execution, number, outputs, sizes))
     return found
 
 
-def _joined(parts: Sequence[tuple[MaskedTensor, tf.Tensor]], device: str) -> MaskedTensor:
+def _joined(parts: Sequence[_Part], index: int, device: str) -> MaskedTensor:
     """Return the counted rows of an output of all micro-batches."""
+    rows = [(part.outputs[index], part.num_rows[index]) for part in parts]
+    tensors = [_first_rows(output.tensor, num_rows, device) for output, num_rows in rows]
+    masks = [_first_rows(output.mask, num_rows, device) for output, num_rows in rows if output.mask is not None]
     with tf.device(device):
-        tensors = [data.take_rows((part.tensor, part.mask), 0, num_rows) for part, num_rows in parts]
-        return MaskedTensor(*data.join_batches(tensors))
+        return MaskedTensor(tf.concat(tensors, 0), tf.concat(masks, 0) if masks else None)
+
+
+def _num_rows(tensor: tf.Tensor, device: str) -> tf.Tensor:
+    """Return the number of rows of a tensor of a device, an int64 scalar in the memory of the host."""
+    with tf.device(device):  # else the tensor is copied to the host
+        shape = tf.shape(tensor, tf.int64)
+    with tf.device(HOST):
+        return shape[0]
+
+
+def _first_rows(tensor: tf.Tensor, num_rows: tf.Tensor, device: str) -> tf.Tensor:
+    return _between(tensor, tf.zeros([], tf.int64), num_rows, device)
+
+
+def _between(tensor: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, device: str) -> tf.Tensor:
+    """Return rows of a tensor of a device, whose bounds are int64 scalars of the host."""
+    with tf.device(HOST):  # else the host waits for bounds that the device computes
+        bounds, stride = [tf.stack([bound]) for bound in (begin, end)], tf.ones([1], tf.int64)
+    with tf.device(device):
+        return tf.strided_slice(tensor, *bounds, stride)
 
 
 def _examples(parts: Sequence[_Part], model: keras.Model, device: str) -> Any:
@@ -98,17 +117,22 @@ def _examples(parts: Sequence[_Part], model: keras.Model, device: str) -> Any:
     microbatches = [part.execution.microbatch(part.number, part.execution.devices[-1]) for part in parts]
 
     def joined(*leaves: Any) -> Any:
-        with tf.device(device if is_copied(leaves[0]) else HOST):
-            rows = zip(leaves, microbatches, strict=True)
+        rows = list(zip(leaves, microbatches, strict=True))
+        if is_copied(leaves[0]):
+            parts = [_first_rows(leaf, part.num_counted, device) for leaf, part in rows]
+            with tf.device(device):
+                return tf.concat(parts, 0)
+        with tf.device(HOST):
             return data.join_batches([data.take_rows(leaf, 0, part.num_counted) for leaf, part in rows])
 
     return tf.nest.map_structure(joined, *(taken_after_stages(model, part.batch) for part in microbatches))
 
 
-def _begins(outputs: Sequence[MaskedTensor], peers: Peers) -> list[tf.Tensor]:
+def _begins(outputs: Sequence[MaskedTensor], peers: Peers, device: str) -> list[tf.Tensor]:
     """Return the index of this worker's first row in each output of all workers, int64 scalars."""
+    sizes = [_num_rows(output.tensor, device) for output in outputs]
     with tf.device(HOST):
-        own = tf.stack([tf.shape(output.tensor, tf.int64)[0] for output in outputs])
+        own = tf.stack(sizes)
         (of_workers,) = peers.add([tf.one_hot(peers.rank, peers.num_workers, dtype=tf.int64)[:, None] * own])
         begins: list[tf.Tensor] = tf.unstack(tf.reduce_sum(of_workers[: peers.rank], 0), num=len(outputs))
         return begins
@@ -149,8 +173,11 @@ def _return_gradients(
 
 def _rows_like(output: tf.Tensor, gradient: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, device: str) -> tf.Tensor:
     """Return rows of a gradient, with zeros to the number of rows of an output."""
+    num_rows = _num_rows(output, device)
+    with tf.device(HOST):
+        missing = tf.stack(
+            [tf.stack([0, num_rows - (end - begin)]), *[tf.zeros([2], tf.int64)] * len(output.shape[1:])]
+        )
     with tf.device(device):
-        rows = data.take_rows(gradient, begin, end)
-        missing = tf.shape(output, tf.int64)[0] - (end - begin)
-        padded = tf.pad(rows, [[0, missing], *([0, 0] for _ in rows.shape[1:])])
+        padded = tf.pad(_between(gradient, begin, end, device), missing)
         return tf.ensure_shape(padded, output.shape)
