@@ -182,8 +182,9 @@ def overriding(function: Callable[[Any, Any], Any], build: Build, **compiled: An
 
 
 SCALAR = both(EQUAL)
+IN_STAGES = ("weights sharded", "stages of shards", "pipelines", "pipelines of shards", "replicas of shards")
 DIVIDING = {
-    "mask": Case(of_words(masked), SCALAR | ALONE, TAGGED),
+    "mask": Case(of_words(masked), SCALAR | ALONE | dict.fromkeys(IN_STAGES, EQUAL), TAGGED),
     "mask in compute_loss": Case(overriding(masked, of_words("mse")), both(EQUAL) | ALONE, TAGGED),
     "ignored labels": Case(of_words(ignoring), both(EQUAL), TAGGED),
     "missing numbers": Case(alike(without_missing), both(EQUAL)),

@@ -26,7 +26,7 @@ from tfpar.pipeline.execution.loss_program import LossPart
 from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches, host_of
 from tfpar.pipeline.execution.row_gradients import RowSums
 from tfpar.pipeline.execution.stage_functions import BackwardResults
-from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, places_of, sum_on
+from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, copies_on, places_of, sum_on
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
 from tfpar.pipeline.partition.stages import Stage
@@ -181,11 +181,21 @@ class Execution:
 
         Args:
             number: The index of the micro-batch.
-            gradients: A tensor, a tuple of pieces, or None for none.
+            gradients: A tensor, a tuple of pieces, or None for none. A tensor is divided where the output is in pieces.
         """
         if tensors_of(gradients):
-            self._loss_places = places_of(self._groups[self.devices[-1]], gradients)
-            self.live.save(_loss_gradients(number), list(gradients), self._loss_places)
+            divided = list(map(self._as_output, self._programs.outputs, gradients))
+            self._loss_places = places_of(self._groups[self.devices[-1]], divided)
+            self.live.save(_loss_gradients(number), divided, self._loss_places)
+
+    def _as_output(self, value: Value, gradient: Any) -> Any:
+        """Return the gradient of an output in pieces where the output is in pieces."""
+        spec = self._programs.specs[value]
+        if not (spec.is_in_pieces and isinstance(gradient, tf.Tensor)):
+            return gradient
+        with tf.device(self.devices[-1]):
+            pieces = tuple(tf.split(gradient, [piece.shape[-1] for piece in spec.spec], axis=-1))
+        return copies_on(self._groups[self.devices[-1]], pieces)
 
     def sums(self) -> list[list[Any]]:
         """Return for each stage the gradients of its weights, summed over micro-batches, as `StageProgram.sums` does.

@@ -65,10 +65,6 @@ class StepResults(NamedTuple):
     metrics_to_add: list[tuple[keras.Variable, tf.Tensor]]
 
 
-def _in_one(actions: Sequence[Action]) -> list[Segment]:
-    return [Segment(tuple(actions))]
-
-
 def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n([tf.cast(one, keras.config.floatx()) for one in losses])
 
@@ -96,13 +92,13 @@ class StepContext:
             loops: Whether actions that repeat with later micro-batches are loops.
         """
         loss = self.replicas[0].loss
-        forward = [action for action in actions if action.kind == "F" or not loss.takes_whole]
-        divide = segments if loops else _in_one
-        first, others = divide(forward), divide([action for action in actions if action not in {*forward}])
-        self._run(first, others)
+        later = [action for action in actions if loss.takes_whole and action.kind != "F"]
+        first = [action for action in actions if action.kind == "F"] if loss.takes_whole else actions
+        before, after = (segments(some) if loops else [Segment(tuple(some))] for some in (first, later))
+        self._run(before, after)
         if loss.takes_outputs:
             compute_on_whole_batch(self.replicas, self._peers, reads_inputs=self._reads_inputs)
-        self._run(others, first)
+        self._run(after, before)
 
     def _run(self, some: Sequence[Segment], others: Sequence[Segment]) -> None:
         for number, replica in enumerate(self.replicas):
