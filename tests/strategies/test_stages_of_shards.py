@@ -50,6 +50,13 @@ def pairs() -> keras.Model:
     return model
 
 
+def of_whole_batch() -> keras.Model:
+    """The same with a loss of the whole batch, which gathers the scores of classes."""
+    model = pairs()
+    model.compile(model.optimizer, lambda y, p: keras.ops.max(keras.losses.sparse_categorical_crossentropy(y, p)))
+    return model
+
+
 def attention() -> keras.Model:
     """A table with masked numbers, attention by heads and key-value heads, and a pair."""
     tokens = keras.Input((6,), dtype="int32")
@@ -96,8 +103,12 @@ def shared() -> keras.Model:
             lambda: tfpar.Hybrid(tfpar.Pipeline(1, 3, num_shards=2), num_replicas=2),
             {"up/kernel": (5, 5), "classes/kernel": (2, 1)},
         ),
+        (
+            of_whole_batch, of_features, lambda: tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2),
+            {"up/kernel": (5, 5), "classes/kernel": (2, 1)},
+        ),
     ],
-    ids=["1f1b", "gpipe, recompute", "zero bubble", "hybrid"],
+    ids=["1f1b", "gpipe, recompute", "zero bubble", "hybrid", "gathered loss"],
 )  # fmt: skip
 def test_equals_one_device(build: Any, data: Any, strategy: Any, expected: dict[str, Any]) -> None:
     found, alone = (trained(build, data(), one) for one in (strategy(), tfpar.SingleDevice()))
