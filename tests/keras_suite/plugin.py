@@ -76,8 +76,6 @@ class Suite:
         if id(model) not in self._trainers:
             # A test that enters a scope of TensorFlow's own chooses its strategy itself.
             strategy = tfpar.strategies.strategy_of(model) if tf.distribute.has_strategy() else self._strategy
-            if not isinstance(strategy, tfpar.SingleDevice):
-                stand_ins.leave_reduction_to_keras(model)
             self._trainers[id(model)] = tfpar.Trainer(lambda: model, strategy, seed=None)
         return self._trainers[id(model)]
 

@@ -87,20 +87,3 @@ def import_trainer_test_with_models() -> None:
         importlib.import_module(TRAINER_TEST)
     finally:
         keras_trainer.TensorFlowTrainer = _ORIGINAL
-
-
-class _Outputs(keras.losses.Loss):
-    """Gives the outputs, up to two axes of them, as far as masks go; their sum is Keras' reduction."""
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        y_pred = keras.ops.convert_to_tensor(y_pred, ragged=False)
-        return keras.ops.sum(y_pred, axis=tuple(range(2, len(y_pred.shape))))
-
-
-def leave_reduction_to_keras(model: Any) -> None:
-    """Compile a model of `run_layer_test` again with its loss in the form that strategies divide: the same sum.
-
-    Keras trains each layer with the sum of its outputs, written as a loss whose `__call__` has no reduction.
-    """
-    if "run_layer_test" in type(getattr(model, "loss", None)).__qualname__:
-        model.compile(model.optimizer, _Outputs(reduction="sum"), jit_compile=model.jit_compile)

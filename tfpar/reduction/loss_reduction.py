@@ -164,7 +164,7 @@ class _Reducing:
             if kind == "whole" or loss.shape.rank == 0:
                 return loss
         if kind in ("mean", "sum"):
-            return reduce_kind(kind, tf.convert_to_tensor(values, dtype), self._counts())
+            return reduce_kind(kind, tf.cast(values, dtype), self._counts())
         return reduce_loss(values, weight, mask, reduction, dtype, self._counts())
 
     def calling_own(self, kind: Kind) -> Callable[[Callable[..., Any], dict[str, Any]], tf.Tensor]:

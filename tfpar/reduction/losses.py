@@ -100,7 +100,7 @@ def reduce_loss(
     Raises:
         ValueError: If the loss is already a scalar or has no reduction, so that it has no value per example.
     """
-    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype=dtype)
+    values = tf.cast(dense_losses(values, reduction), dtype)
     if values.shape.rank == 0:
         raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):

@@ -23,7 +23,7 @@ def sums_of(loss: Any) -> LossSums | None:
     if not reduces(*loss):
         return None
     values, sample_weight, mask, reduction, dtype = loss
-    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype)
+    values = tf.cast(dense_losses(values, reduction), dtype)
     total, weight = loss_sums(values, sample_weight, mask, reduction or "", dtype)
     return total, tf.ones_like(total) if weight is None else tf.cast(weight, total.dtype)
 
