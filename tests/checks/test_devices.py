@@ -24,17 +24,14 @@ def by_name(checks: Iterable[Check]) -> dict[str, Check]:
 
 
 def test_devices_that_flip_a_bit_hang_or_crash_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    doctor_faults.inject(monkeypatch, "flip CPU:1, hang CPU:2")
+    doctor_faults.inject(monkeypatch, "crash CPU:0, flip CPU:1, hang CPU:2")
     monkeypatch.setattr(devices, "SECONDS", 20.0)
     checks = by_name(devices.each(["CPU:0", "CPU:1", "CPU:2"], NO_GPUS, at_once=3))
-    assert checks["CPU:0"].figure.startswith("product, convolution, XLA right")
+    assert "its process ended by SIGSEGV" in checks["CPU:0"].figure
     assert "the product is wrong in 1 of 65,536 values" in checks["CPU:1"].figure
     assert "CPU:1" in checks["CPU:1"].way_out
     assert checks["CPU:2"].figure == "it hung: no answer within 20 s in the convolution"
-    doctor_faults.inject(monkeypatch, "crash CPU:2")
-    checks |= by_name(devices.each(["CPU:2"], NO_GPUS, at_once=1))
-    assert "its process ended by SIGSEGV" in checks["CPU:2"].figure
-    assert [check.status for check in checks.values()] == ["ok", "WRONG", "WRONG"]
+    assert [check.status for check in checks.values()] == ["WRONG", "WRONG", "WRONG"]
 
 
 @pytest.mark.extended

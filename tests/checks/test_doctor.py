@@ -56,6 +56,7 @@ def test_a_model_runs_on_every_device() -> None:
     right = ("devices", "CPU:0", "CPU:1", "copies", "all-reduce", "model", "model on CPU:0", "model on CPU:1")
     right = (*right, "versions of workers", "ports")
     assert {name: checks[name].status for name in right} == dict.fromkeys(right, "ok")
+    assert checks["CPU:0"].figure.startswith("product, convolution, XLA right")
     assert "2 ordered pairs" in checks["copies"].figure
     assert "reduction to one device" in checks["all-reduce"].figure
     assert "the CPU in float64" in checks["model on CPU:1"].figure

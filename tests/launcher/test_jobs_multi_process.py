@@ -29,13 +29,39 @@ def clean() -> Iterator[None]:
         yield
 
 
+class Watched(NamedTuple):
+    """A run of one process, and the evaluator beside it."""
+
+    evaluator: Outcome
+    directory: Path
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run that one process did alone."""
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     folder = faults.prepare(tmp_path_factory.mktemp("alone"))
-    outcome = faults.run([*TRAIN, *WORDS], folder)
-    assert outcome.code == 0, outcome
-    return folder / "run"
+    place = json.loads(faults.places(1)[0]["TF_CONFIG"]) | {"task": {"type": "evaluator", "index": 0}}
+    with (
+        faults.started([*TRAIN, *WORDS], folder, {"TF_CONFIG": json.dumps(place)}) as evaluator,
+        faults.started([*TRAIN, *WORDS], folder) as training,
+    ):
+        outcome = training.finish()
+        assert outcome.code == 0, outcome
+        return Watched(evaluator.finish(), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def alone(watched: Watched) -> Path:
+    """The folder of the run that one process did alone."""
+    return watched.directory
+
+
+def test_an_evaluator_evaluates_the_checkpoints_and_ends_with_the_run(watched: Watched) -> None:
+    assert watched.evaluator.code == 0, watched.evaluator
+    written = (watched.directory / "evaluations.jsonl").read_text()
+    evaluations = [json.loads(line) for line in written.splitlines()]
+    last = metrics(watched.directory)[-1]
+    assert evaluations[-1]["step"] == last["step"]
+    assert evaluations[-1]["val_loss"] == pytest.approx(last["val_loss"], rel=1e-5)
 
 
 # A job from its start to its end
@@ -74,20 +100,20 @@ def test_the_report_of_a_trainer_predicts_on_all_workers_and_is_printed_once(job
 
 def test_the_folder_has_the_files_of_one_process_and_no_others(job: Job, alone: Path) -> None:
     written = {path.name for path in (job.folder / "run").rglob("*")}
-    assert written == {path.name for path in alone.rglob("*")}
+    of_evaluator = {"evaluations.jsonl", *(path.name for path in (alone / "tensorboard").rglob("*")), "tensorboard"}
+    assert written == {path.name for path in alone.rglob("*")} - of_evaluator
     assert "best.keras" in written
     assert {path.name for path in job.folder.iterdir()} >= {"run", "pid-1"}
 
 
-# Workers that start late, an evaluator, two jobs at once
+# Workers that start late, two jobs at once
 
 
 class Together(NamedTuple):
-    """A job of processes started by hand, one of them late, and its evaluator."""
+    """A job of processes started by hand, one of them late."""
 
     chief: Outcome
     late: Outcome
-    evaluator: Outcome
     folder: Path
 
 
@@ -103,14 +129,12 @@ class Launched(NamedTuple):
 def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     folder = faults.prepare(tmp_path_factory.mktemp("together"))
     chief, late = faults.places(2)
-    place = json.loads(chief["TF_CONFIG"]) | {"task": {"type": "evaluator", "index": 0}}
     train = [*TRAIN, *WORDS]
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(faults.started(train, folder, chief))
-        watching = stack.enter_context(faults.started(train, folder, {"TF_CONFIG": json.dumps(place)}))
         time.sleep(LATE_SECONDS)
         second = stack.enter_context(faults.started(train, folder, late))
-        return Together(*(process.finish() for process in (first, second, watching)), folder)
+        return Together(*(process.finish() for process in (first, second)), folder)
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +157,6 @@ def test_a_worker_may_start_late(together: Together, alone: Path) -> None:
     assert together.late.out == ""
     assert re.search(r"^ *sharding +by batch, because", together.chief.out, re.MULTILINE), together.chief.out
     faults.assert_same_run(together.folder / "run", alone)
-
-
-def test_an_evaluator_evaluates_the_checkpoints_and_ends_with_the_run(together: Together) -> None:
-    assert together.evaluator.code == 0, together.evaluator
-    directory = together.folder / "run"
-    evaluations = [json.loads(line) for line in (directory / "evaluations.jsonl").read_text().splitlines()]
-    last = metrics(directory)[-1]
-    assert evaluations[-1]["step"] == last["step"]
-    assert evaluations[-1]["val_loss"] == pytest.approx(last["val_loss"], rel=1e-5)
 
 
 @pytest.mark.extended

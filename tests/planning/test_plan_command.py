@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.support import command
 from tfpar import config
 
 SMALL = [
@@ -32,6 +33,7 @@ def run(*arguments: str, folder: Path, with_tensorflow: bool = True) -> subproce
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
 
+@pytest.mark.few(5)
 @pytest.mark.multi_process
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -61,7 +63,9 @@ def test_wrong_flags_are_one_sentence_before_tensorflow_starts(arguments: list[s
 
 
 @pytest.mark.multi_process
-def test_a_run_is_measured_written_and_trained(tmp_path: Path) -> None:
+def test_a_run_is_measured_written_and_trained(
+    tmp_path: Path, call: command.InProcess, logical_cpus: list[str]
+) -> None:
     ended = run("tfpar.plan", *SET, *SHORT, "--json", "--write", "plan.toml", folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     plan = json.loads(ended.stdout)
@@ -72,9 +76,11 @@ def test_a_run_is_measured_written_and_trained(tmp_path: Path) -> None:
     written = config.load(tmp_path / "plan.toml").strategy
     assert {key: getattr(written, key) for key in best["settings"]} == best["settings"]
     assert len(list((tmp_path / "runs" / ".plans").iterdir())) == 1
-    words = shlex.split(plan["command"])
-    trained = run(*words[2:], "--directory", "run", folder=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    _, _, module, *words = shlex.split(plan["command"])
+    assert module == "tfpar.train"
+    shared = [f"strategy.num_logical_cpus={len(logical_cpus)}"] * ("num_logical_cpus" in best["settings"])
+    trained = call(*words, "--directory", "run", *command.settings(*shared))
+    assert trained.code == 0, trained.err
     assert (tmp_path / "run" / "model.keras").exists()
 
 

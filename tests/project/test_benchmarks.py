@@ -77,7 +77,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_stored_parts() -> None
 @pytest.mark.slow_start
 def test_a_tiny_experiment_runs_from_end_to_end_and_is_resumed(tmp_path: Path) -> None:
     keras = Measurement("host_bound", "keras", 8, 4, 2, cores=1, intra_op_threads=1, inter_op_threads=1)
-    replicas = Measurement("cnn", "tfpar", 4, 4, 2, num_replicas=2)
+    replicas = Measurement("host_bound", "tfpar", 4, 4, 2, num_replicas=2)
     settings, target = {"two": replicas, "Keras": keras}, Target(("two",), ("Keras",), 1)
     tiny = Experiment("tiny", "few steps", "examples_per_second", settings, measure, (target,))
     path = tmp_path / "results.json"

@@ -18,9 +18,9 @@ from tests.support.leaks import nothing_left_behind
 pytestmark = pytest.mark.multi_process
 
 # In this order; the very first kill comes from outside, before the worker has even started TensorFlow.
-ALL_STRUCK = ["1-begin-KILL-0", "2-step-KILL-1", "3-checkpoint-KILL-0", "4-step-STOP-0", "5-checkpoint-KILL-1"]
+ALL_STRUCK = ["1-begin-KILL-0", "2-step-KILL-1", "3-checkpoint-KILL-0", "4-checkpoint-STOP-0", "5-checkpoint-KILL-1"]
 ALL_STRUCK += ["6-step-STOP-1", "7-step-KILL-0"]
-STRUCK = [*sampled(ALL_STRUCK, of_ci=("3-checkpoint-KILL-0", "4-step-STOP-0"))]
+STRUCK = [*sampled(ALL_STRUCK, of_ci=["4-checkpoint-STOP-0"])]  # half of a checkpoint is written
 RESTART_SECONDS = 40.0  # measured: 6 on two idle cores, nearly all to start TensorFlow
 
 
