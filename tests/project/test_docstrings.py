@@ -14,10 +14,14 @@ from tests.support.docstrings import ROOT
 
 FOUND = list(docstrings.collect())
 HERE = [one for one in FOUND if one.name not in (*docstrings.IN_A_JOB, *docstrings.IN_A_PROCESS)]
+MODULES = sorted({one.module for one in HERE})
+DOCTOR = "tfpar.checks.doctor"  # tests/checks/test_doctor.py examines this machine
 
 
 @pytest.mark.few(40)
-@pytest.mark.parametrize("module", sorted({one.module for one in HERE}))
+@pytest.mark.parametrize(
+    "module", [pytest.param(one, marks=[pytest.mark.extended] * (one == DOCTOR)) for one in MODULES]
+)
 def test_examples_in_docstrings_run(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logical_cpus: list[str]
 ) -> None:

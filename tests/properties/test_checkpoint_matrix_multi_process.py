@@ -83,7 +83,7 @@ def uninterrupted(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFact
     return end("one device", tmp_path_factory.mktemp("uninterrupted"))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_run_ends_with_one_devices_weights(runs: Runs, uninterrupted: matrix.Ended, first: str, second: str) -> None:
     results = runs.ended(first, second)
     for history, state in results:

@@ -288,6 +288,7 @@ ERRORS: list[tuple[Callable[..., None], tuple[str, ...], str]] = [
 ]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("function", "arguments", "sentence"), ERRORS, ids=["_".join([row[0].__name__, *row[1]]) for row in ERRORS]
 )

@@ -251,11 +251,18 @@ class Stop(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-FAILING_HOOKS = (
+ALL_FAILING_HOOKS = (
     *(("train", name) for name in ("on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end")),
     *(("train", name) for name in ("on_test_end", "on_epoch_end", "on_train_end")),
     *(("test", name) for name in ("on_test_begin", "on_test_batch_end")),
     *(("predict", name) for name in ("on_predict_begin", "on_predict_batch_end", "on_predict_end")),
+)
+FAILING_HOOKS = sampled(
+    ALL_FAILING_HOOKS,
+    of_ci=(
+        *(("train", name) for name in ("on_train_begin", "on_train_batch_end", "on_epoch_end")),
+        *(("test", "on_test_batch_end"), ("predict", "on_predict_end")),
+    ),
 )
 
 
