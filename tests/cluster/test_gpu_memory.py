@@ -139,6 +139,7 @@ def test_a_choice_for_some_of_the_gpus_is_tensorflows_error_as_before() -> None:
         gpu_options([False, None])
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow_start
 @pytest.mark.parametrize("imports", ["tensorflow, tfpar", "tfpar, tensorflow"])
 def test_the_default_comes_with_tfpar_before_or_after_tensorflow(imports: str) -> None:

@@ -35,6 +35,7 @@ def photos(path: Path, **changes: Any) -> Any:
     return stored.config.Data(source="image_folder", **{**fields, **changes})
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -133,6 +134,7 @@ def test_folders_that_do_not_fit_get_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("content", [b"", b"this is text", "cut short"])
 def test_an_image_that_cannot_be_decoded_is_named_by_its_file(content: Any, tmp_path: Path) -> None:
     settings = photos(tmp_path)

@@ -115,6 +115,7 @@ def gradients(dtype: str = "float32", steps: int = 20) -> np.ndarray:
     return np.random.default_rng(0).normal(0.3, 1.0, size=(steps, 3, 7)).astype(dtype)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
 def test_an_update_is_one_operation_with_the_values_of_keras(name: str, dtype: str, tolerance: float) -> None:
@@ -352,7 +353,7 @@ def of_images() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(8)  # ten batches, the last of 1
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_normalizes_batches_with_one_operation(name: str) -> None:
     operations, trainer = operations_of_fit(images, STRATEGIES[name](), of_images())

@@ -90,7 +90,7 @@ class AddsReconstructionLoss(layers.Layer):
         return output
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("structure", ["tensor", "dict"])
 @pytest.mark.parametrize("strategy", BY_STAGES)
 def test_elements_may_be_the_inputs_alone(strategy: str, structure: str) -> None:
@@ -121,7 +121,7 @@ PASSING_INPUTS_THROUGH = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", PASSING_INPUTS_THROUGH)
 def test_a_model_may_pass_inputs_through_to_its_outputs(strategy: str) -> None:
     """Layers read one of them, which has a loss; none reads the other, an integer."""

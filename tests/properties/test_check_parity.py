@@ -36,6 +36,7 @@ def named(*layers: Callable[[], Any], **compiled: Any) -> Callable[[], keras.Mod
     return build
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", small.STRATEGIES)
 def test_an_equal_model_is_reported_as_equal_and_the_table_is_printed(
     strategy: str, capsys: pytest.CaptureFixture[str]

@@ -184,6 +184,7 @@ def _in_order(table: Any, tokens: Any) -> Any:
     return tf.reduce_mean(tf.reshape(tf.gather(rows, tf.argsort(places)), [-1, 4, 5]), 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 def test_rows_of_neither_an_example_nor_the_batch_are_added_as_a_dense_gradient(
     strategy: Callable[[], tfpar.Strategy],
@@ -353,6 +354,7 @@ def test_an_embedding_equals_one_device_eagerly() -> None:
     )
 
 
+@pytest.mark.extended
 def test_rows_of_several_lookups_are_added_as_a_dense_gradient_eagerly() -> None:
     def build() -> keras.Model:
         return parity_cases.lookups(lambda: optimizers.SGD(0.1), run_eagerly=True)

@@ -156,7 +156,7 @@ def test_a_loss_in_a_layer_equals_one_device(name: str) -> None:
     small.assert_trains_as_one_device(endpoint(name), pairs)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("build", [own_call, in_the_graph], ids=["own call", "in the graph"])
 def test_a_loss_in_a_models_call_equals_one_device(build: Callable[[], keras.Model]) -> None:
     small.assert_trains_as_one_device(build, pairs)

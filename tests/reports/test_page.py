@@ -152,6 +152,7 @@ def test_chromium_shows_the_page_with_all_pictures(folder: Path, tmp_path: Path)
     assert "What would make it faster" in read.words
 
 
+@pytest.mark.few(1)
 @with_a_browser
 @pytest.mark.parametrize(("scheme", "is_dark"), [(1, False), (0, True)])
 def test_chromium_shows_it_light_and_dark(scheme: int, is_dark: bool, folder: Path, tmp_path: Path) -> None:

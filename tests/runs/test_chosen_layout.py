@@ -76,7 +76,7 @@ def by_hand(layout: Layout) -> list[str]:
     return [f"strategy.{key}={json.dumps(value) if key != 'kind' else value}" for key, value in settings.items()]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("never_measured")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_run_is_that_of_the_same_layout_chosen_by_hand(name: str, call: command.InProcess, tmp_path: Path) -> None:

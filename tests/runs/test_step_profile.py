@@ -36,6 +36,7 @@ def strategy(request: pytest.FixtureRequest, logical_cpus: list[str]) -> Any:
     return STRATEGIES[request.param]()
 
 
+@pytest.mark.few(1)
 def test_the_callback_of_keras_writes_a_profile(strategy: Any, tmp_path: Path) -> None:
     fit(strategy, keras.callbacks.TensorBoard(tmp_path, profile_batch=(3, 4)), num_steps=6)
     (file,) = tmp_path.glob("**/plugins/profile/*/*.xplane.pb")

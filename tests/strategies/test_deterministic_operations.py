@@ -38,6 +38,7 @@ def examples() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((numbers[:, :4], numbers[:, 4:])).batch(4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "strategy",
     [tfpar.SingleDevice, lambda: tfpar.Mirrored(TWO), lambda: tfpar.Pipeline(2, 2, devices=TWO)],

@@ -30,7 +30,7 @@ DIVISIONS: dict[str, Callable[[], tfpar.Strategy]] = {
 by_division = pytest.mark.parametrize("division", DIVISIONS)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.crossed
 @by_division
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

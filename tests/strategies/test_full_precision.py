@@ -44,6 +44,7 @@ def as_by_default(logical_cpus: list[str]) -> None:
     assert tf.config.experimental.tensor_float_32_execution_enabled()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", small.SPLITTING_STRATEGIES)
 def test_rounding_of_products_is_no_batch_dependence(strategy: str) -> None:
     trainer = tfpar.Trainer(build, small.SPLITTING_STRATEGIES[strategy]())

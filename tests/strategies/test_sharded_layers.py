@@ -160,7 +160,7 @@ OF_CI = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "strategy"), sampled(ROWS, OF_CI))
 def test_equals_one_device(name: str, strategy: str) -> None:
     build, inputs = CASES[name]

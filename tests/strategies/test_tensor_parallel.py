@@ -167,7 +167,7 @@ def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> N
     assert divided(trainer.model).items() >= expected.items()
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("build", "data", "rules", "expected"),
     [
@@ -269,6 +269,7 @@ def mostly_recurrent() -> keras.Model:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
 def test_a_large_layer_that_stays_whole_beside_divided_ones_is_named_with_its_part(strategy: Any) -> None:
     with warnings.catch_warnings(record=True) as noted:
@@ -345,7 +346,7 @@ def test_saves_a_plain_file_that_trains_on_and_loads_weights(tmp_path: Path) -> 
     assert_equal(state(plain), state(trainer.model))
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -415,7 +416,7 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_before_the_first_step(
         ):
             trainer.fit(*of_features(8), verbose=0)
         assert_equal(trainer.model.get_weights(), before)
-        trainer.evaluate(*of_features(8), verbose=0)  # it has no update
+    trainer.evaluate(*of_features(8), verbose=0)  # it has no update
 
 
 def test_a_model_with_objectives_is_refused() -> None:

@@ -87,7 +87,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched_steps, "suits", lambda devices: True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_gpus_auto_compiles_steps_that_train_as_one_device(strategy: str) -> None:

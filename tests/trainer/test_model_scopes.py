@@ -149,7 +149,7 @@ def trained_in_part() -> keras.Model:
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("build", [trained, trained_in_part], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -141,7 +141,7 @@ def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_a_quantized_model_evaluates_and_predicts_without_compile_and_trains_after_it(strategy: str) -> None:
     keras.utils.set_random_seed(0)

@@ -348,7 +348,7 @@ MODELS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @by_strategy
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights", "ignore:Gradients do not exist")
@@ -370,6 +370,7 @@ def test_an_unbuilt_model_predicts(logical_cpus: list[str]) -> None:
 # --- precision and compilation ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @by_strategy
 def test_python_at_every_step_does_not_change_the_result(strategy: str) -> None:
     build = parity_cases.classifier(run_eagerly=True)

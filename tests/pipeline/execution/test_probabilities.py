@@ -56,7 +56,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("build", [classifier, two_outputs])
 def test_the_loss_of_large_logits_is_that_of_one_device(build: Any, strategy: str) -> None:
