@@ -108,7 +108,8 @@ def test_a_chief_that_never_appears_is_named() -> None:
     assert side(second, seconds=0.3) == ([second.addresses[0]], "")
 
 
-def test_a_worker_names_the_reason_of_its_own_attempts() -> None:
+def test_a_worker_names_the_reason_of_its_own_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_GREETING_SECONDS", 0.5)
     _, second = places(2)
     chief_address = second.addresses[0]
     assert worker.report(second, 0.3, SECRET).reasons == {chief_address: "Connection refused"}

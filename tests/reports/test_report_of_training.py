@@ -38,12 +38,12 @@ def words(folder: Path) -> str:
     return " ".join(read.words.split())
 
 
-@pytest.mark.slow_start
 def test_a_traced_pipeline_on_digits_has_every_section(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    call: command.InProcess, logical_cpus: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    data = tmp_path_factory.getbasetemp() / "tfds"
-    trained = command.run([*PIPELINE, *settings("training.epochs=2"), "--directory", "run"], tmp_path, data)
+    data = f"data.directory={tmp_path_factory.getbasetemp() / 'tfds'}"
+    asked = settings(data, "training.epochs=1", f"strategy.num_logical_cpus={len(logical_cpus)}")
+    trained = call(*PIPELINE, *asked, "--directory", "run")
     assert (trained.code, trained.err) == (0, "")
     assert re.search(r"^report     run/report.html$", trained.out, re.MULTILINE), trained.out
     shown = words(tmp_path / "run")
@@ -56,7 +56,7 @@ def test_a_traced_pipeline_on_digits_has_every_section(
     assert sum(seconds.values()) <= 2 * seconds["fit"]
     assert not (tmp_path / "run" / "report").exists(), "the page has its pictures"
     assert kinds(tmp_path / "run") == ["started", "trained"]
-    again = command.run([*PIPELINE, *settings("training.epochs=2"), "--directory", "run"], tmp_path, data)
+    again = call(*PIPELINE, *asked, "--directory", "run")
     assert "report     run/report.html" in again.out, "a trained run names it, too"
 
 

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from tests.support import command
 from tests.support.command import metrics, settings
+from tfpar import train
 from tfpar.runs.directory import RunDirectory
 
 SMALL = [
@@ -17,11 +20,21 @@ SMALL = [
 ]
 
 
+@pytest.fixture(scope="module")
+def finished(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, trained to its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver():
+        patch.chdir(folder)
+        assert train.main(flags.FLAGS(["tfpar.train", *SMALL])) == 0
+    return folder / "run"
+
+
 @pytest.fixture
-def crashed(call: command.InProcess, tmp_path: Path) -> RunDirectory:
+def crashed(finished: Path, tmp_path: Path) -> RunDirectory:
     """A run that was killed after the last checkpoint but one, and next to it, in `whole/`, the same run finished."""
-    assert call(*SMALL).code == 0
-    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    for name in ("run", "whole"):
+        shutil.copytree(finished, tmp_path / name)
     directory = RunDirectory(tmp_path / "run")
     directory.results.unlink()
     directory.model.unlink()
@@ -39,7 +52,6 @@ def test_a_run_resumes_in_the_process_that_began_it(
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-@pytest.mark.few(1)
 def test_a_truncated_checkpoint_is_passed_over(crashed: RunDirectory, call: command.InProcess, tmp_path: Path) -> None:
     newest = sorted(crashed.checkpoints.iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:-200])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import pickle
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from keras import layers
 import tfpar
 from tests import ROOT
 from tests.support.device_placement import HOST, Reading, read_placement
+from tests.support.extent import sampled
 from tfpar import host_sizes
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
@@ -94,6 +96,11 @@ def masked_lstm() -> keras.Model:
 MODELS = {"cnn": cnn, "transformer": transformer, "masked_lstm": masked_lstm}
 
 
+READ_OVER_WORKERS = sampled(
+    itertools.product(WORKERS, MODELS), of_ci=[("multi_worker", "cnn"), ("multi_worker, sharded", "transformer")]
+)
+
+
 def _compiled(model: keras.Model) -> keras.Model:
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
@@ -158,5 +165,6 @@ if __name__ == "__main__":
     cases = {}
     for name in WORKERS:
         strategy = STRATEGIES[name]()
-        cases |= {(name, model): placement_cases.read(strategy, model) for model in MODELS}
+        of_name = [model for one, model in READ_OVER_WORKERS if one == name]
+        cases |= {(name, model): placement_cases.read(strategy, model) for model in of_name}
     sys.stdout.buffer.write(pickle.dumps(cases))
