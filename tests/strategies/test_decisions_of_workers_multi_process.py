@@ -118,6 +118,7 @@ def train_small() -> Trained:
     return trained(cases.initial(), small.data())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_layers", [0, 1], ids=["before_its_first_variable", "between_two"])
 def test_a_model_function_that_fails_on_one_worker_is_an_error_on_all_who_train_on(
     job: workers.Job, num_layers: int

@@ -106,6 +106,7 @@ def homes_of_set_weights() -> list[str]:
     return [short_home(variable) for variable in trainer.model.trainable_variables]
 
 
+@pytest.mark.extended
 def test_weights_that_the_model_function_sets_are_on_the_worker_of_their_stage(job: workers.Job) -> None:
     assert job.run_on_chief(homes_of_set_weights) == ["0/CPU:0"] * 4 + ["1/CPU:0"] * 4
 
@@ -375,8 +376,8 @@ def training(folder: Path) -> Iterator[tuple[workers.Job, workers.Started]]:
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        pytest.param(signal.SIGKILL, "connection closed", id="killed", marks=pytest.mark.extended),
-        pytest.param(signal.SIGSTOP, "no heartbeat", id="suspended"),
+        pytest.param(signal.SIGKILL, "connection closed", id="killed"),
+        pytest.param(signal.SIGSTOP, "no heartbeat", id="suspended", marks=pytest.mark.extended),
     ],
 )
 def test_a_lost_worker_is_named_and_all_end(tmp_path: Path, number: signal.Signals, reason: str) -> None:

@@ -90,6 +90,7 @@ def create_many() -> list[str]:
     return [tfpar.MultiWorker(devices).describe() for devices in [None, ["CPU:0"]] * 10]
 
 
+@pytest.mark.extended
 def test_strategies_are_created_one_after_another(job: workers.Job) -> None:
     for rank, descriptions in enumerate(job.run(create_many)):
         assert len(descriptions) == 20

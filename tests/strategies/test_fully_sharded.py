@@ -61,7 +61,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_state_and_logs_are_those_of_one_device(name: str) -> None:
     assert_as_one_device(classifier(OPTIMIZERS[name]), small.data())  # the last batch is smaller than the replicas

@@ -85,7 +85,7 @@ def test_weights_of_several_stages_equal_one_device() -> None:
     small.assert_trains_as_one_device(tied_weights, lambda: batched(tokens(6), tokens(6)), hybrid)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 5])
 def test_fewer_examples_than_micro_batches_equal_one_device(num_examples: int) -> None:
     data = lambda: parity_cases.batches(num_examples, num_examples)  # noqa: E731

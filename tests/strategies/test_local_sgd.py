@@ -32,7 +32,7 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_replica_updates_looked_up_rows_as_keras_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)

@@ -138,7 +138,7 @@ def fitted(
     return trainer.model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("built_before", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_own_update_step_takes_the_variables_that_keras_passes(strategy: str, built_before: bool) -> None:
@@ -147,6 +147,7 @@ def test_an_own_update_step_takes_the_variables_that_keras_passes(strategy: str,
     small.assert_same_state(found.get_weights(), expected.get_weights(), 1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["single device", "mirrored", "sharded weights"])
 def test_weights_that_the_first_batch_creates_have_the_names_of_keras(strategy: str) -> None:
     found, expected = fitted(by_name, STRATEGIES[strategy]()), fitted(by_name, None)

@@ -264,6 +264,7 @@ def trained_comparing(kind: str) -> list[np.ndarray]:
     return list(trainer.model.get_weights())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", COMPARING)
 def test_a_loss_that_compares_the_rows_of_all_workers_equals_one_device(job: workers.Job, kind: str) -> None:
     keras.utils.set_random_seed(0)

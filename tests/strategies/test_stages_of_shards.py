@@ -81,7 +81,6 @@ def shared() -> keras.Model:
     return model
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("build", "data", "strategy", "expected"),
     [
@@ -89,19 +88,22 @@ def shared() -> keras.Model:
             pairs, of_features, lambda: tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2),
             {"up/kernel": (5, 5), "up/bias": (5, 5), "down/kernel": (5, 5), "classes/kernel": (2, 1)},
         ),
-        (
+        pytest.param(
             attention, of_tokens,
             lambda: tfpar.Pipeline(2, 6, "gpipe", "parameters", recompute=True, num_shards=2),
             {"table/embeddings": (6, 5), "query/kernel": (4, 2), "up/kernel": (8, 8), "down/kernel": (8, 8)},
+            marks=pytest.mark.extended,
         ),
-        (
+        pytest.param(
             shared, of_tokens, lambda: tfpar.Pipeline(2, 3, "zero_bubble", ["twice"], devices=DEVICES, num_shards=2),
             {"up/kernel": (6, 6), "up/bias": (6, 6), "down/kernel": (6, 6)},
+            marks=pytest.mark.extended,
         ),
-        (
+        pytest.param(
             pairs, of_features,
             lambda: tfpar.Hybrid(tfpar.Pipeline(1, 3, num_shards=2), num_replicas=2),
             {"up/kernel": (5, 5), "classes/kernel": (2, 1)},
+            marks=pytest.mark.extended,
         ),
         (
             of_whole_batch, of_features, lambda: tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2),

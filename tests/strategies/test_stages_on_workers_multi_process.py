@@ -113,6 +113,7 @@ def predict_before_fit() -> Any:
     return predicted, model.fit(small.data(), verbose=0).history
 
 
+@pytest.mark.extended
 def test_a_model_of_the_scope_begins_with_a_prediction(job: workers.Job) -> None:
     keras.utils.set_random_seed(0)
     reference = wide()

@@ -113,6 +113,7 @@ def test_batches_of_a_static_size_below_the_replicas_equal_one_device(batch_size
     small.assert_same_state(trainer.model.get_weights(), model.get_weights(), 1e-5)
 
 
+@pytest.mark.extended
 def test_sparse_inputs_equal_one_device() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((5,), sparse=True), keras.layers.Dense(3)])
@@ -273,6 +274,7 @@ def test_a_batch_smaller_than_the_replicas_gives_each_the_statistics_of_all_of_i
         assert all(np.isfinite(weight).all() for weight in trainer.model.get_weights())
 
 
+@pytest.mark.extended
 def test_evaluation_and_prediction_take_batches_of_any_size(normalizing: Callable[[], tfpar.Trainer]) -> None:
     """They use the moving statistics, and do not update them."""
     trainer = tfpar.Trainer(normalized, tfpar.Mirrored(TWO), seed=0)
@@ -314,6 +316,7 @@ def build() -> keras.Model:
     return model
 
 
+@pytest.mark.extended
 def test_draws_without_a_seed_are_repeatable() -> None:
     keras.random.normal((2,))  # the global generator is there before, outside of any scope
     inputs = np.random.default_rng(0).normal(size=(16, 5)).astype("float32")

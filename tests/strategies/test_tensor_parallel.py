@@ -186,9 +186,8 @@ def test_a_rule_divides_its_layer_alone(build: Any, data: Any, rules: Any, expec
     assert {path.split("/")[0] for path in paths} == {expected.split("/")[0]}
 
 
-def test_a_device_holds_its_pieces_of_weights_and_of_optimizer_state_only() -> None:
-    trainer, *_ = fitted(perceptron, of_features(8), tfpar.TensorParallel(2, devices=["CPU:2", "CPU:1"]))
-    model = trainer.model
+def assert_holds_pieces(model: keras.Model) -> None:
+    """Assert that each device has its pieces of weights and of the optimizer's state."""
     up = model.get_layer("up").kernel
     assert up.path in {weight.path for weight in model.weights}, "one variable, with its name"
     slots = [slot for slot in model.optimizer.variables if slot.shape == up.shape]
@@ -200,8 +199,8 @@ def test_a_device_holds_its_pieces_of_weights_and_of_optimizer_state_only() -> N
     assert norm.gamma.value.device.endswith("CPU:2"), "a whole weight is on the first device"
 
 
-def test_no_step_gathers_a_divided_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
+def test_a_device_holds_its_pieces_only_which_no_step_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2, devices=["CPU:2", "CPU:1"]), seed=0)
 
     def gather(memory: Any) -> tf.Tensor:
         raise AssertionError(f"{memory.name} is gathered")
@@ -214,6 +213,7 @@ def test_no_step_gathers_a_divided_weight(monkeypatch: pytest.MonkeyPatch) -> No
     step = tfpar.TensorParallel.train_step
     monkeypatch.setattr(tfpar.TensorParallel, "train_step", train_step)
     trainer.fit(*of_features(8), verbose=0)
+    assert_holds_pieces(trainer.model)
 
 
 def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
