@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.attacks import parsers
+from tests.support.extent import is_whole
 from tfpar import config
 from tfpar.cluster import slurm
 
@@ -12,7 +13,7 @@ from tfpar.cluster import slurm
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", parsers.PARSERS)
 def test_malformed_inputs_end_in_a_value_or_in_one_sentence_a_problem(name: str) -> None:
-    parsers.attack(name, num_inputs=60, seed=0)
+    parsers.attack(name, num_inputs=60 if is_whole() else 30, seed=0)
 
 
 ONCE_ANSWERED_BADLY = [

@@ -348,6 +348,7 @@ def _part_the_replicas(model: keras.Model) -> None:
     copies[1].assign_add(tf.fill(copies[1].shape, 0.25))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("every_steps", "expected_step"), [(None, 10), (3, 3)])
 def test_replica_check_names_the_weight_that_differs(
     logical_cpus: list[str], every_steps: int | None, expected_step: int

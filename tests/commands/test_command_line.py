@@ -29,6 +29,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_explains_the_command_within_80_columns(command: str, flag: str, tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ def train(strategy: Callable[[], tfpar.Strategy], dataset: object) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
-    [tfpar.SingleDevice, lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]), lambda: tfpar.Pipeline(2, 2)],
+    [
+        tfpar.SingleDevice,
+        lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
+        pytest.param(lambda: tfpar.Pipeline(2, 2), marks=pytest.mark.extended),
+    ],
     ids=["single_device", "mirrored", "pipeline"],
 )
 def test_a_trainer_reads_without_autotuning(strategy: Callable[[], tfpar.Strategy], autotuned: list[str]) -> None:

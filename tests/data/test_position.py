@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 from conftest import Build, assert_same, epoch
 
+from tests.support.extent import sampled
 from tfpar import config
 from tfpar.data import class_weights, from_arrays, load, seek, split_batch
 
@@ -43,7 +44,8 @@ def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(build: Build) 
     epochs = [epoch(dataset) for _ in range(4)]
     first_inputs = [np.concatenate([batch[0] for batch in batches]) for batches in epochs]
     assert not np.array_equal(first_inputs[0], first_inputs[1]), "epochs must differ in order"
-    for at_epoch, step in [(0, 0), (0, 2), (1, 0), (2, 3), (2, len(epochs[2]))]:
+    positions = [(0, 0), (0, 2), (1, 0), (2, 3), (2, len(epochs[2]))]
+    for at_epoch, step in sampled(positions, of_ci=positions[2:4]):
         fresh = build()
         assert_same(epoch(seek(fresh, at_epoch, step)), epochs[at_epoch][step:], f"epoch {at_epoch} from step {step}")
         assert_same(epoch(fresh), epochs[at_epoch + 1], f"the epoch after {at_epoch}")

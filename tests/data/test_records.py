@@ -149,6 +149,7 @@ def test_a_file_that_is_no_record_file_is_named_before_the_first_step(folder: co
         load(folder, global_batch_size=7, seed=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["train-2.tfrecord", "test.tfrecord.gz"])
 def test_a_file_cut_short_is_named(folder: config.Data, name: str) -> None:
     victim = Path(folder.directory) / name

@@ -1,7 +1,7 @@
 """Shards: the same batches for any number of workers, each example once, and no worker that ends before the others."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from conftest import example, write
 
+from tests.support.extent import sampled
 from tfpar.data import Sharded, by_example, by_file, join_batches, num_rows, seek, take_rows
 
 NUM_SHARDS = 6
@@ -56,7 +57,7 @@ def assert_equal(actual: list[Any], expected: list[Any], message: str) -> None:
 
 
 def assert_same_for_workers(
-    numbers_of_workers: list[int], build: Callable[[], Sharded], num_epochs: int
+    numbers_of_workers: Sequence[int], build: Callable[[], Sharded], num_epochs: int
 ) -> list[list[Any]]:
     """The epochs of one worker alone, after those of each number of workers were found to be the same."""
     whole = build().global_batches()
@@ -70,7 +71,8 @@ def assert_same_for_workers(
 
 
 def test_batches_do_not_depend_on_the_number_of_workers() -> None:
-    first, second = assert_same_for_workers([1, 2, 3, 6], lambda: shuffled(50), num_epochs=2)
+    numbers = sampled([1, 2, 3, 6], of_ci=[1, 3])
+    first, second = assert_same_for_workers(numbers, lambda: shuffled(50), num_epochs=2)
     flat = [np.concatenate([batch[0] for batch in epoch]).tolist() for epoch in (first, second)]
     assert sorted(flat[0]) == sorted(flat[1]) == list(range(50)), "each example once an epoch"
     assert flat[0] != flat[1], "each epoch has an order of its own"

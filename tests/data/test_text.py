@@ -106,6 +106,7 @@ def test_each_epoch_has_another_order_that_the_seed_repeats(sources: Path) -> No
     assert orders[0] != orders[1]
 
 
+@pytest.mark.extended
 def test_workers_with_shards_of_files_together_read_the_files_of_one_worker(sources: Path) -> None:
     alone = load(settings(sources), global_batch_size=16, seed=0)
     divided = load(settings(sources, shard_by="file", num_shards=2), global_batch_size=16, seed=0)

@@ -253,7 +253,7 @@ def normalized(
     return "FusedBatchNormV3" in kinds, [tf.cast(tensor, "float64").numpy() for tensor in tensors]
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_a_batch_normalization_is_one_operation_with_the_values_of_keras(name: str, training: bool) -> None:
     is_fused, settings, shape = NORMALIZATIONS[name]
@@ -333,6 +333,7 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_updates_its_weights_with_one_operation(name: str) -> None:
     operations, _ = operations_of_fit(with_adam, STRATEGIES[name]())
@@ -368,7 +369,11 @@ def test_every_strategy_normalizes_batches_with_one_operation(name: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "synchronized"),
-    [("single device", False), ("mirrored", True), pytest.param("sharded state", True, marks=pytest.mark.extended)],
+    [
+        pytest.param("single device", False, marks=pytest.mark.extended),
+        ("mirrored", True),
+        pytest.param("sharded state", True, marks=pytest.mark.extended),
+    ],
 )
 def test_batch_normalization_trains_as_under_keras_own_fit(name: str, synchronized: bool) -> None:
     build = functools.partial(images, synchronized=synchronized)

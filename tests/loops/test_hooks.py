@@ -178,7 +178,7 @@ def test_fit_calls_every_hook_as_keras_does(both: Both, name: str) -> None:
     both.run("fit", data(), **settings)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 def test_fit_on_endless_data_calls_every_hook_as_keras_does(both: Both) -> None:
     both.run("fit", data().repeat(), epochs=2, steps_per_epoch=4)
 

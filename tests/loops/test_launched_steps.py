@@ -35,14 +35,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each_strategy
 def test_training_and_evaluation_equal_those_of_keras(strategy: str, launched: list[int]) -> None:
     small.assert_trains_as_one_device(small.build_model, small.data, STRATEGIES[strategy])
     assert sum(launched) == 30, "two epochs and an evaluation"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps_per_call", [1, 4, 100])
 @each_strategy
 def test_epochs_follow_one_another_in_endless_data(strategy: str, steps_per_call: int) -> None:

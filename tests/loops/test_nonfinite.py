@@ -93,6 +93,7 @@ def test_a_validation_that_is_not_finite_does_not_end_the_training(both: Both) -
     assert both.trainer.model.optimizer.iterations.numpy() == 10
 
 
+@pytest.mark.few(2)
 def test_by_default_the_step_and_the_validation_are_named_with_the_way_to_continue(both: Both) -> None:
     message = r"is not at step 3 \(step 3 of epoch 1\)\. .* nonfinite_loss=\"continue\" trains on, as Keras does\."
     with pytest.raises(FloatingPointError, match=message):

@@ -21,6 +21,7 @@ from tests.support.small import assert_same_history, assert_same_state, assert_t
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
+@pytest.mark.extended
 def test_a_function_chooses_the_optimizer_of_each_weight() -> None:
     def build() -> keras.Model:
         model = deep()

@@ -94,6 +94,7 @@ def test_outputs_with_several_rows_for_each_example_are_predicted_whole() -> Non
     np.testing.assert_allclose(trainer.predict(examples, batch_size=6, verbose=0), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_gradient_with_side_effects_runs_in_the_backward_pass(schedule: str) -> None:
     """It was counted to the forward pass, which has no gradients: "KeyError: <Reference wrapping ...Placeholder:0>"."""

@@ -41,7 +41,9 @@ def named(*layers: Callable[[], Any], **compiled: Any) -> Callable[[], keras.Mod
 def test_an_equal_model_is_reported_as_equal_and_the_table_is_printed(
     strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = tfpar.check_parity(named(), small.data(), small.STRATEGIES[strategy]())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # the check warns of nothing
+        report = tfpar.check_parity(named(), small.data(), small.STRATEGIES[strategy]())
     assert report.equal
     assert report.first_difference is None
     assert report.num_steps == small.STEPS_PER_EPOCH
@@ -52,12 +54,6 @@ def test_an_equal_model_is_reported_as_equal_and_the_table_is_printed(
     assert "equal to one device" in printed
     assert "hidden/kernel" in printed.replace("…", "")
     assert "differs" not in printed
-
-
-def test_a_check_warns_of_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        tfpar.check_parity(named(), small.data(), mirrored(), num_steps=1)
 
 
 class Sampling(keras.layers.Layer):
@@ -155,6 +151,7 @@ WRITTEN_FOR_FLOAT32: dict[str, Callable[[], keras.Model]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.crossed
 @pytest.mark.parametrize("kind", WRITTEN_FOR_FLOAT32)
 @small.each_splitting_strategy
@@ -187,6 +184,7 @@ def test_a_report_is_equal_if_it_has_no_first_difference(
     assert (report.equal, report.first_difference) == (first is None, first)
 
 
+@pytest.mark.extended
 def test_logs_of_objectives_and_of_a_train_step_are_compared_where_a_model_overrides_metrics() -> None:
     class Own(objective_cases.VAE):
         @property
@@ -213,6 +211,7 @@ def test_float32_shows_the_rounding_of_ordinary_training() -> None:
     assert report.tolerance == 1e-5
 
 
+@pytest.mark.extended
 def test_metrics_without_a_name_of_their_own_are_compared_too() -> None:
     """Keras numbers them in a process: the second model's is auc_1."""
 

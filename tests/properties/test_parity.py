@@ -118,7 +118,7 @@ def test_the_rows_have_every_case_every_strategy_and_both_types() -> None:
     assert {*rows} < {*table(whole=True)}
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(10)
 def test_equals_one_device_after_20_steps(dtype: str, strategy: str, name: str) -> None:
     case = CASES[name]
     with computing_in(dtype):

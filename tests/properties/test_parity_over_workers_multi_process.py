@@ -161,7 +161,7 @@ def test_the_rows_hold_their_cases_and_both_types() -> None:
     assert {row.dtype for _, row in taken} == {*TOLERANCES}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 def test_equals_one_device_after_20_steps(request: pytest.FixtureRequest, name: str, row: Row) -> None:
     layout = LAYOUTS[name]
     num_answers = 1 if layout.is_driven_by_the_chief else layout.num_workers

@@ -41,7 +41,7 @@ def dataset(num_examples: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH_SIZE)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 @pytest.mark.parametrize("num_examples", [24, 25, 26], ids=["whole batches", "one in the last", "two in the last"])
 def test_a_batch_of_fewer_examples_than_replicas_trains_as_on_one_device(num_examples: int, shard: Any) -> None:

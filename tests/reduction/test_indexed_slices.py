@@ -257,7 +257,7 @@ class PenaltyOfRows(keras.Regularizer):
 PENALTIES: dict[str, tuple[Any, Any]] = {"on a kernel": (None, "l2"), "on some rows": (PenaltyOfRows(), None)}
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_rows_of_a_model_with_a_penalty_are_those_of_one_device(
@@ -333,8 +333,7 @@ def sparse_features() -> tf.data.Dataset:
     return one_hot.map(lambda features, labels: (tf.sparse.from_dense(features), labels))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["compiled", "eager"])
 def test_a_dense_layer_on_sparse_features_equals_one_device(eager: bool) -> None:
     def build() -> keras.Model:
         features = keras.Input((9,), sparse=True)
@@ -346,6 +345,7 @@ def test_a_dense_layer_on_sparse_features_equals_one_device(eager: bool) -> None
     small.assert_trains_as_one_device(build, sparse_features, epochs=1)
 
 
+@pytest.mark.extended
 def test_an_embedding_equals_one_device_eagerly() -> None:
     small.assert_trains_as_one_device(
         with_rows(lambda table, tokens: ops.mean(ops.take(table, tokens, axis=0), 1), run_eagerly=True),
@@ -377,7 +377,7 @@ def embedding(policy: str) -> Callable[[], keras.Model]:
     return build
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 def test_rows_of_few_bits_are_those_of_one_device(strategy: Callable[[], tfpar.Strategy], policy: str) -> None:

@@ -21,6 +21,7 @@ LAYERS: dict[str, Callable[[], keras.layers.Layer]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_replicas_train_as_one_device(name: str, shard: str | None) -> None:

@@ -206,6 +206,7 @@ def test_what_can_certainly_not_be_watched_is_refused_before_the_first_step(
     assert outcome.err.count("\n") == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "steps"), [("PyDataset", "2"), ("generator", "a number not yet"), ("arrays", "2")])
 def test_a_trainer_may_have_all_data_that_fit_takes(
     call: command.InProcess, tmp_path: Path, kind: str, steps: str

@@ -122,6 +122,7 @@ def test_optimizer_json_is_written_again(call: command.InProcess, directory: Run
     assert call(*FLAGS, *settings("training.epochs=4")).code == 0
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_another_run_of_the_same_model_is_refused(
     call: command.InProcess, directory: RunDirectory, tmp_path: Path
 ) -> None:

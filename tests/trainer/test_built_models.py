@@ -13,6 +13,7 @@ import tensorflow as tf
 import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support import parity_cases, small
+from tests.support.extent import sampled
 from tfpar import cluster
 from tfpar.strategies.resolve import print_unused_devices, resolve
 
@@ -101,8 +102,7 @@ def test_a_model_moves_from_strategy_to_strategy_and_back() -> None:
 # --- tfpar.evaluate, tfpar.predict ------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@by_strategy
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, of_ci=["mirrored"]))
 def test_evaluate_and_predict_of_a_model_and_of_one_derived_from_it(strategy: str) -> None:
     reference = trained_model()
     trainer = tfpar.Trainer(trained_model(), STRATEGIES[strategy]())

@@ -66,7 +66,7 @@ def test_a_label_out_of_range_is_named_where_shards_divide_the_classes() -> None
         tfpar.Trainer(build_wide, tfpar.TensorParallel(2)).fit(np.ones((16, 4)), labels, batch_size=8, verbose=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_index_out_of_range_is_named_in_each_method(trainer: tfpar.Trainer) -> None:
     tokens, labels = examples()
     wrong = tokens.copy()
@@ -114,7 +114,7 @@ class SumToOne(keras.layers.Layer):
         return 2.0 * inputs
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["replicas", "pipeline"])
 def test_a_layer_may_assert_something_of_its_inputs(kind: str) -> None:
     def build_asserting() -> keras.Model:

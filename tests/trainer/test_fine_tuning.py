@@ -113,7 +113,7 @@ def frozen_layers() -> keras.Model:
     return model
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("exists", [False, True], ids=["model_function", "existing_model"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *DIVIDED])
 def test_layers_that_were_frozen_are_trained_after_they_are_released(strategy: str, exists: bool) -> None:
@@ -172,8 +172,7 @@ def freezing_without_compile(verbs: Any, model: keras.Model) -> list[Any]:
     return [*found, fit(verbs), _moved(verbs, base)]
 
 
-@pytest.mark.few(1)
-@by_strategy
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, of_ci=["mirrored"]))
 def test_a_change_of_trainable_waits_for_compile(strategy: str) -> None:
     """Keras traces a step once per compilation, with the weights that train then."""
     assert_equal_to_keras(strategy, freezing_without_compile)

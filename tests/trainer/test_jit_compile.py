@@ -160,6 +160,7 @@ def test_deterministic_operations_are_not_compiled(monkeypatch: pytest.MonkeyPat
         assert not tfpar.Trainer(small.build_model, tfpar.SingleDevice()).model.jit_compile
 
 
+@pytest.mark.few(1)
 @pytest.mark.few(2)
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("method", ["evaluate", "predict"])

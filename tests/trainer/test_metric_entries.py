@@ -127,8 +127,7 @@ def test_entries_that_follow_from_metrics_are_those_of_keras(strategy: str, kind
     assert_same(results_of(trainer), of_keras(kind))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("strategy", ["single_device", "mirrored"])
+@pytest.mark.parametrize("strategy", ["single_device", pytest.param("mirrored", marks=pytest.mark.extended)])
 def test_entries_are_those_of_keras_where_python_runs_every_step(strategy: str) -> None:
     trainer = tfpar.Trainer(build(Derived, run_eagerly=True), STRATEGIES[strategy](), seed=0)
     assert_same(results_of(trainer), of_keras(Derived, run_eagerly=True))

@@ -108,6 +108,7 @@ def test_methods_see_new_weights_and_a_new_compilation() -> None:
     np.testing.assert_allclose(trainer.model.predict(features, verbose=0), expected, **EXACT)
 
 
+@pytest.mark.extended
 def test_methods_of_a_model_in_the_scope_of_tensorflows_own_strategy() -> None:
     with tf.distribute.MirroredStrategy(CPUS).scope():
         keras.utils.set_random_seed(0)

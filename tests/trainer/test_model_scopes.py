@@ -157,6 +157,7 @@ def test_a_model_function_may_train_its_model_or_a_part_of_it(build: Callable[[]
     small.assert_trains_as_one_device(build, small.data, STRATEGIES[name])
 
 
+@pytest.mark.extended
 @pytest.mark.crossed
 def test_a_model_function_of_replicas_may_train_with_tfpar_fit() -> None:
     def with_tfpar() -> keras.Model:

@@ -78,7 +78,7 @@ NEED_COMPILE: dict[str, tuple[str, str, Callable[[keras.Model], None], str, str]
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NEED_COMPILE)
 def test_changes_that_the_traces_do_not_have_need_compile(name: str) -> None:
     """Keras keeps the settings of a call's first use with no word."""

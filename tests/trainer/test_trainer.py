@@ -84,7 +84,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_fit_equals_keras_fit(twins: Twins, name: str) -> None:
@@ -112,6 +112,7 @@ def test_fit_takes_datasets_of_unknown_length(twins: Twins, kind: str) -> None:
     assert int(twins.trainer.model.optimizer.iterations.numpy()) == {"filter": 20, "generator": 10}[kind]
 
 
+@pytest.mark.extended
 def test_fit_takes_weighted_arrays_and_holds_the_last_rows_out(twins: Twins) -> None:
     weights = np.linspace(0, 2, NUM_EXAMPLES).astype("float32")
     settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "validation_split": 0.3}
@@ -180,7 +181,7 @@ def test_predict_equals_keras_in_the_order_of_the_inputs(twins: Twins, steps: in
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @by_strategy
 @pytest.mark.parametrize("as_dict", [True, False], ids=["dict", "list"])
 def test_several_outputs_come_as_keras_gives_them(strategy: str, as_dict: bool) -> None:

@@ -161,7 +161,7 @@ def test_the_command_trains_below_the_unigram_entropy_prints_a_sample_and_saves_
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: str
 ) -> None:
     call = command.InProcess(capfd, monkeypatch, tmp_path)
-    overrides = [*TINY, sources, "training.epochs=8", "optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"]
+    overrides = [*TINY, sources, "training.epochs=3", "optimizer.learning_rate=0.03", "optimizer.warmup_steps=0"]
     outcome = call("--config", str(CONFIG), "--directory", "run", *command.settings(*overrides))
     assert outcome.code == 0, outcome
     assert outcome.err == ""
