@@ -28,8 +28,7 @@ def fit(strategy: str, folder: Path, batch_size: int, interrupt_at: int | None =
     return int(trainer.model.optimizer.iterations.numpy())
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("strategy", small.STRATEGIES)
+@pytest.mark.parametrize("strategy", ["single_device", pytest.param("mirrored", marks=pytest.mark.extended)])
 def test_another_batch_size_within_an_epoch_is_refused(strategy: str, tmp_path: Path) -> None:
     """Half of the examples would never be trained on: four batches of 16 are all, and four of 8 were read."""
     fit(strategy, tmp_path, 8, interrupt_at=4)

@@ -76,6 +76,7 @@ def test_draws_after_fit_equal_those_of_keras(strategy: str, name: str) -> None:
     assert drawn_afterwards() == expected
 
 
+@pytest.mark.extended
 def test_a_check_of_parity_moves_nothing() -> None:
     keras.utils.set_random_seed(5)
     expected = drawn_afterwards()

@@ -158,7 +158,7 @@ def assert_as_keras(make: Callable[[], keras.Model], strategy: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["normalization", "dropout"])
 def test_layers_of_a_call_without_the_argument_run_as_in_inference(model: str, strategy: str) -> None:

@@ -133,6 +133,7 @@ def test_a_trace_without_a_pipeline_is_refused(call: command.InProcess, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_is_reported_and_so_is_its_resumption(call: command.InProcess, tmp_path: Path) -> None:
     long = call(*SMALL, *settings("training.epochs=2"), "--directory", "run")
     assert long.code == 0, long

@@ -86,6 +86,7 @@ def preview_of_lookups() -> str:
     return str(tfpar.Trainer(case.build, stages(), seed=0).preview(case.data()))
 
 
+@pytest.mark.extended
 def test_the_rows_of_lookups_which_are_not_measured_are_named(job: workers.Job) -> None:
     for table in job.run(preview_of_lookups):
         assert "included; the exchange of looked-up rows over workers not measured" in " ".join(table.split())

@@ -118,6 +118,7 @@ def recomputed(build: Callable[[], keras.layers.Layer]) -> Callable[[], keras.la
     return in_scope
 
 
+@pytest.mark.extended
 def test_a_recomputed_table_equals_one_device() -> None:
     build = model_of(recomputed(lambda: Positions(of_shape)))
     small.assert_trains_as_one_device(build, tokens, replicas, 1e-9)

@@ -120,6 +120,7 @@ def fine_tune_from_keras() -> Any:
     return first, cases.fine_tuned(model, trainer.fit), tfpar.evaluate(model, small.data(), verbose=0)
 
 
+@pytest.mark.extended
 def test_a_model_that_keras_trained_moves_to_the_workers_and_is_compiled_again_there(job: workers.Job) -> None:
     call = job.start(fine_tune_from_keras)
     keras.utils.set_random_seed(0)

@@ -88,6 +88,7 @@ def test_entries_of_sparse_inputs_are_cut_on_the_host() -> None:
     np.testing.assert_array_equal(joined, DENSE[:5])
 
 
+@pytest.mark.extended
 def test_a_model_that_reads_its_inputs_in_compute_loss_receives_them_whole() -> None:
     class Own(keras.Model):
         def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,

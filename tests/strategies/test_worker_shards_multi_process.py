@@ -74,7 +74,7 @@ TRAININGS: dict[str, tuple[Any, ...]] = {
         functools.partial(of_optimizer, "norm, average", jit_compile=True),
     ),
 }
-IN_CI = ("embedding, sparse gradients", "two devices")
+IN_CI = ("embedding, sparse gradients",)
 
 
 def whole_state(trainer: tfpar.Trainer) -> list[np.ndarray] | None:

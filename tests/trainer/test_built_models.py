@@ -63,8 +63,7 @@ def test_a_model_that_exists_stays_under_its_strategy_unless_another_is_named() 
     assert tfpar.Trainer(small.build_model()).strategy.describe() == "SingleDevice on CPU:0"
 
 
-@pytest.mark.few(1)
-@by_strategy
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, of_ci=["optimizer sharded"]))
 def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> None:
     with computing_in("float64"):
         model, reference = trained_model(), trained_model()

@@ -73,7 +73,7 @@ def test_a_model_trains_under_the_strategy_of_its_scope(name: str, method: Metho
     small.assert_same_state(small.state(model), small.state(reference), 1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_file_that_is_loaded_in_a_scope_trains_on(name: str, tmp_path: Path) -> None:
     reference = built()

@@ -132,7 +132,7 @@ def test_a_weight_that_is_an_argument_trains_in_stages_as_on_one_device(strategy
     small.assert_trains_as_one_device(build("takes"), small.data, STAGED[strategy])
 
 
-@pytest.mark.few(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["reads", "recompute_grad"])
 def test_replicas_train_a_weight_that_is_no_argument_as_one_device(way: str) -> None:
     small.assert_trains_as_one_device(build(way), small.data)
