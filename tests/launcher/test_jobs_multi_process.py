@@ -233,7 +233,6 @@ def test_workers_of_different_configurations_are_refused_by_all(tmp_path: Path) 
         assert_one_sentence(outcome, "worker 1", "learning_rate = 0.5", "learning_rate = 0.1", "the same command")
 
 
-@pytest.mark.extended
 def test_a_worker_that_never_appears_is_named_in_time(tmp_path: Path) -> None:
     variables = faults.places(2)[0]
     missing = json.loads(variables["TF_CONFIG"])["cluster"]["worker"][1]

@@ -366,7 +366,6 @@ def test_optimizers_update_pieces_as_whole_weights(optimizer: Callable[[], Any])
     assert_equal(*both, tolerance=1e-9)
 
 
-@pytest.mark.extended
 def test_layers_with_lora_become_whole() -> None:
     def build() -> keras.Model:
         inputs = keras.Input((4, 8))
