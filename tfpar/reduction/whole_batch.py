@@ -23,6 +23,8 @@ from tfpar.reduction.losses import ALONE, BatchWeights
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.sums_of_parts import SumsOfParts, sums_of
 
+AllGather = Callable[[tf.Tensor], tf.Tensor]
+
 
 class Rows(abc.ABC):
     """The source of rows of the whole batch during a call on a part of it."""
@@ -30,6 +32,10 @@ class Rows(abc.ABC):
     @abc.abstractmethod
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the rows of the whole batch for those of the part."""
+
+    def gather_without_gradient(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the same rows for a caller that computes gradients itself."""
+        return self.gather(tensor)
 
     @abc.abstractmethod
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
@@ -143,7 +149,7 @@ def _for_loss(tensor: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
     """Return the rows of the whole batch; the calling replica has the gradient of its own rows alone."""
     rows = _rows[-1]
     if not tensor.dtype.is_floating:
-        return rows.gather(tensor)
+        return rows.gather_without_gradient(tensor)
     shape = tf.shape(tensor, tf.int64)
 
     @tf.custom_gradient
@@ -152,7 +158,7 @@ def _for_loss(tensor: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
             weight = tf.cast(counts.example_weight, upstream.dtype)
             return tf.math.divide_no_nan(rows.own(upstream, shape[0]) * weight, _share(counts, upstream.dtype))
 
-        return rows.gather(own), back
+        return rows.gather_without_gradient(own), back
 
     return gathered(tensor)
 
@@ -298,6 +304,8 @@ class RowsOfReplicas(Rows):
         example_weight: The weight of an example: less than 1 if several replicas have the same examples.
         num_replicas: Replicas of all workers together.
         num_examples: The size of the global batch; None where no worker has it.
+        all_gather: Returns the rows of all replicas for those of the calling one, in their order; None to sum tensors
+            of the size of the whole batch.
     """
 
     def __init__(
@@ -306,9 +314,17 @@ class RowsOfReplicas(Rows):
         example_weight: tf.Tensor,
         num_replicas: int,
         num_examples: tf.Tensor | None,
+        all_gather: AllGather | None = None,
     ) -> None:
         self._num_counted, self._example_weight, self._num_replicas = num_counted, example_weight, num_replicas
-        self._num_examples = num_examples
+        self._num_examples, self._all_gather = num_examples, all_gather
+
+    def gather_without_gradient(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the rows of the whole batch, which an all-gather sends once; a sum sends them twice."""
+        if self._all_gather is None or tensor.dtype == tf.string:
+            return self.gather(tensor)
+        rows = tensor[: tf.cast(self._num_counted[local_replica_id()], tf.int64)]
+        return tf.ensure_shape(self._all_gather(rows), [None, *tensor.shape[1:]])
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of tensors of the size of the whole batch, in which a replica fills its own rows.

@@ -28,6 +28,7 @@ from tfpar.reduction.indexed_slices import Lookups, kinds_of, lookups_of
 from tfpar.reduction.row_numbers import Sources
 from tfpar.reduction.update_order import after_reads
 from tfpar.reduction.verdict import Verdict
+from tfpar.reduction.whole_batch import AllGather
 from tfpar.strategies import objective_steps
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
@@ -80,6 +81,7 @@ class DataParallel(DividesState):
     _compression: str | None = None
     # Whether the replicas of this process communicate through `merge_call` only, which fails at once if one is missing.
     _merges = False
+    _all_gather: AllGather | None = None
 
     def __init__(
         self,
@@ -145,7 +147,9 @@ class DataParallel(DividesState):
     def _runs_of(self, model: keras.Model) -> ReplicaRuns:
         runs = self._runs.get(model)
         if runs is None:
-            runs = ReplicaRuns(self._strategy, self.num_replicas, compiles_calls=self._merges)
+            runs = ReplicaRuns(
+                self._strategy, self.num_replicas, compiles_calls=self._merges, all_gather=self._all_gather
+            )
         return self._runs.setdefault(model, runs)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:

@@ -15,7 +15,7 @@ from tfpar.reduction import indexed_slices, objective
 from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.verdict import Verdict
-from tfpar.reduction.whole_batch import RowsOfReplicas, has_all_rows, knowing, weight_of_scalar
+from tfpar.reduction.whole_batch import AllGather, RowsOfReplicas, has_all_rows, knowing, weight_of_scalar
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.compiled_calls import call_with_xla, groups_compiled, suits
 from tfpar.strategies.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
@@ -32,6 +32,7 @@ class ReplicaRuns:
         num_replicas: Replicas of all workers together.
         compiles_calls: Whether XLA compiles calls of the model as a whole, with `jit_compile`. Between workers it would
             delay the gradients of the last layers, and hide their factors.
+        all_gather: Returns the rows of all replicas for those of the calling one; None for none.
 
     Attributes:
         losses: The reduction of the model's losses over replicas; None for one replica and for objectives.
@@ -42,8 +43,16 @@ class ReplicaRuns:
             None for none, and for one that is summed as a dense gradient.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int, *, compiles_calls: bool) -> None:
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        num_replicas: int,
+        *,
+        compiles_calls: bool,
+        all_gather: AllGather | None = None,
+    ) -> None:
         self._strategy, self._num_replicas, self._compiles_calls = strategy, num_replicas, compiles_calls
+        self._all_gather = all_gather
         self._generator = random_state.GeneratorOnReplicas(strategy)
         self._compilation: Any = None
         self.losses: LossReduction | None = None
@@ -138,7 +147,7 @@ class ReplicaRuns:
             stack.enter_context(self._drawing())
             weight = lambda _: weight_of_scalar(fractions.get(local_replica_id()))  # noqa: E731
             stack.enter_context(keras_losses_in_call.scalars_weighted(weight, has_all_rows))
-            stack.enter_context(knowing(RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)))
+            stack.enter_context(knowing(self._rows(num_counted, example_weight, num_examples)))
             stack.enter_context(self.gathering(training))
             if self.losses is not None:
                 everywhere = (lambda: sums[local_replica_id()]) if num_examples is None else num_examples
@@ -157,7 +166,7 @@ class ReplicaRuns:
             apply: Runs an optimizer on every replica with weights and their gradients.
         """
         parts, num_counted, example_weight, num_examples = batch
-        rows = RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)
+        rows = self._rows(num_counted, example_weight, num_examples)
 
         def on_replica(parts: Sequence[Any]) -> list[Any]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
@@ -194,11 +203,16 @@ class ReplicaRuns:
             return then(outputs)
 
         parts, num_counted, example_weight, num_examples = batch
-        rows = RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)
+        rows = self._rows(num_counted, example_weight, num_examples)
         with self._drawing(), knowing(rows), self.gathering(False):
             outputs = self._on_replicas(model, on_replica, parts)
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
+
+    def _rows(
+        self, num_counted: Sequence[tf.Tensor], example_weight: tf.Tensor, num_examples: tf.Tensor | None
+    ) -> RowsOfReplicas:
+        return RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples, self._all_gather)
 
     def _on_replicas(self, model: keras.Model, function: Callable[[Sequence[Any]], Any], parts: Sequence[Any]) -> Any:
         """Run a function of the parts of a batch on every replica, with sizes on the host without XLA."""

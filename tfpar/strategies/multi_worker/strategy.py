@@ -187,6 +187,10 @@ class MultiWorker(Worker, DataParallel):
         rows = self._replicas.all_gather([gradient.values, gradient.indices], replica)
         return tf.IndexedSlices(*rows, gradient.dense_shape)
 
+    def _all_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return the rows of all replicas, of which each may have another number."""
+        return self._replicas.all_gather([rows], local_replica_id())[0]
+
     @property
     def device_names(self) -> list[str]:
         """The devices of this worker."""
