@@ -95,11 +95,11 @@ class BatchLoss:
             The part of the micro-batch; None where the loss takes the whole batch.
         """
         device = self._program.device
-        one, part = execution.microbatch(number, device), None
+        microbatch, part = execution.microbatch(number, device), None
         if not self.takes_whole:
-            part = self._add(execution, number, execution.number(number, device), one, outputs)
+            part = self._add(execution, number, execution.number(number, device), microbatch, outputs)
         if self._metrics is not None:
-            self._update_metrics(self._metrics, _METRICS, execution.live, one, outputs)
+            self._update_metrics(self._metrics, _METRICS, execution.live, microbatch, outputs)
         return part
 
     def of_batch(
@@ -127,29 +127,30 @@ class BatchLoss:
         execution: Execution,
         number: int,
         index: tf.Tensor,
-        one: Microbatch,
+        microbatch: Microbatch,
         outputs: list[MaskedTensor],
         *,
         counts: bool = True,
     ) -> LossPart:
+        """Add the loss of a micro-batch, whose index is `number` on its replica and `index` in the global batch."""
         program, live = self._program, execution.live
         states = live.get(_METRIC_STATES, self._initial)
         layer_states = execution.variables.loss_states(number)
         part = program.part(
-            index, one, outputs, states, layer_states,
+            index, microbatch, outputs, states, layer_states,
             execution.variables.loss_parameters, self._divisors, self._scale,
         )  # fmt: skip
         if not counts:
             part = part.not_counted(states)
-            one = dataclasses.replace(one, num_counted=tf.zeros_like(one.num_counted))
+            microbatch = dataclasses.replace(microbatch, num_counted=tf.zeros_like(microbatch.num_counted))
         live[_METRIC_STATES] = [
-            tf.where(one.num_counted > 0, new, old) for new, old in zip(part.states, states, strict=True)
+            tf.where(microbatch.num_counted > 0, new, old) for new, old in zip(part.states, states, strict=True)
         ]
         execution.add("loss", LOSS, part.value)
-        for index, of_output in enumerate(part.of_outputs):
-            execution.add("loss of an output", index, of_output)
+        for output, value in enumerate(part.of_outputs):
+            execution.add("loss of an output", output, value)
         self._add_weights(live, part.weights)
-        execution.variables.note_loss(number, part.layer_states, one)
+        execution.variables.note_loss(number, part.layer_states, microbatch)
         return part
 
     def value(self, live: LiveTensors) -> tf.Tensor:
@@ -207,14 +208,19 @@ class BatchLoss:
         return RowSums(live, LOSS, program.trace.weight_gradients, program.kinds, program.device)
 
     def _update_metrics(
-        self, metrics: MetricsUpdate, key: Key, live: LiveTensors, one: Microbatch, outputs: Sequence[MaskedTensor]
+        self,
+        metrics: MetricsUpdate,
+        key: Key,
+        live: LiveTensors,
+        microbatch: Microbatch,
+        outputs: Sequence[MaskedTensor],
     ) -> None:
         """Update metrics after their update by the micro-batch before."""
         tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
         with tf.control_dependencies(None):
             before = live.get(key) or metrics.initial()
-            batch = taken_after_stages(self._program.loss.model, one.batch)
-            given = before, one.num_counted, one.part, batch, tensors, masks
+            batch = taken_after_stages(self._program.loss.model, microbatch.batch)
+            given = before, microbatch.num_counted, microbatch.part, batch, tensors, masks
             live[key] = list(metrics.function(*given))
 
     def _updated(self, live: LiveTensors) -> list[tf.Tensor]:
