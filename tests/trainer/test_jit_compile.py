@@ -62,6 +62,15 @@ def test_on_cpus_only_a_model_that_asks_for_it_is_compiled_by_xla(strategy: str)
 
 
 @pytest.mark.usefixtures("machine_with_gpu")
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+def test_a_model_that_xla_compiles_predicts_before_it_trains(strategy: str) -> None:
+    inputs = np.random.default_rng(0).normal(size=(9, 4))
+    keras.utils.set_random_seed(0)
+    expected = model_compiled_with(jit_compile=False).predict(inputs, verbose=0)
+    trainer = tfpar.Trainer(lambda: model_compiled_with(jit_compile=True), STRATEGIES[strategy](), seed=0)
+    np.testing.assert_allclose(trainer.predict(inputs, verbose=0), expected, rtol=1e-5)
+
+
 def test_a_built_model_is_not_compiled_by_xla_after_it_is_compiled_again() -> None:
     trainer = tfpar.Trainer(model_compiled_with(), tfpar.SingleDevice())
     trainer.model.compile("sgd", LOSS)

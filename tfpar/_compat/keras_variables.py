@@ -157,6 +157,18 @@ def is_on(variable: Any, device: str) -> bool:
     return full_name(variable._value.device) == full_name(device)
 
 
+def are_apart(variables: Iterable[Any]) -> bool:
+    """Return whether variables are in the memory of several devices."""
+    return len({variable._value.device for variable in variables if variable._value is not None}) > 1
+
+
+def read_here(variable: Any) -> tf.Tensor:
+    """Return the value of a variable on the current device, also where the memory of another holds it."""
+    with tf.init_scope(), tf.device(variable._value.device):  # Keras compiles grouped convolutions
+        value = variable._value.read_value()
+    return tf.identity(value)
+
+
 def full_name(device: str) -> str:
     """Return the full name of a device that is named in full, or in short as one of this process."""
     spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")

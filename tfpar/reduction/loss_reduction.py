@@ -60,7 +60,7 @@ class LossReduction:
 
     def adds_losses(self, training: bool) -> bool:
         """Return whether layers add losses."""
-        return bool(self.verdicts[training].added)
+        return bool(self.verdict(training).added)
 
     def added_factors(self, training: bool, counts: BatchWeights, number: int) -> list[tf.Tensor]:
         """Return, for each loss that layers add, the weight of a part's value in the value of the whole batch.

@@ -112,7 +112,8 @@ def observe(
     seen, calls, weights = Observation(), Calls(model, keeps_calls), model.weights
     layers = [model, *keras_model.all_layers(model)]
     values = random_state.seeded(_random_states(model), seed)
-    scope = _Changes([*values, *((weights[number], value) for number, value in (states or {}).items())], calls)
+    values += [(weights[number], value) for number, value in (states or {}).items()]
+    scope = _Changes(values, calls, reads=keras_variables.are_apart(weights))
     with (
         scope,
         _noting(seen, calls, mode),
@@ -126,18 +127,34 @@ def observe(
     paths = {state.path: path for state, path in scope.changed.values()}
     seen.untracked |= {path: paths[path] for path in _untracked(model, [state for state, _ in scope.changed.values()])}
     seen.calls = calls.ended
-    new = {number: scope.get_current_value(weight) for number, weight in enumerate(weights) if not weight.trainable}
+    new = {number: scope.assigned(weight) for number, weight in enumerate(weights) if not weight.trainable}
     seen.states = {number: tf.convert_to_tensor(value) for number, value in new.items() if value is not None}
     return seen
 
 
 class _Changes(keras_variables.PenalizedScope):
-    """A scope that notes which variables are assigned, and by which layer."""
+    """A scope that notes which variables are assigned, and by which layer.
 
-    def __init__(self, values: list[tuple[Any, Any]], calls: Calls) -> None:
+    Args:
+        values: Variables, each with its value.
+        calls: The calls of layers.
+        reads: Whether the model reads its weights from several devices: XLA, which compiles grouped convolutions on
+            CPUs, takes no variable of another device.
+    """
+
+    def __init__(self, values: list[tuple[Any, Any]], calls: Calls, *, reads: bool = False) -> None:
         super().__init__(values)
-        self._calls = calls
+        self._calls, self._reads = calls, reads
         self.changed: dict[int, tuple[Any, str]] = {}
+
+    def assigned(self, variable: Any) -> Any:
+        """Return the value that the scope holds; None for none."""
+        return keras.StatelessScope.get_current_value(self, variable)
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Return the value as a layer or a regularizer reads it; None to read the variable itself."""
+        reads = self._reads and self.assigned(variable) is None and keras_variables.is_allocated(variable)
+        return keras_variables.read_here(variable) if reads else super().get_current_value(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Note the variable of an update."""
