@@ -6,12 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from tests.support import command
 from tests.support.command import metrics, settings
-from tfpar import train
 from tfpar.runs.directory import RunDirectory
 
 SMALL = [
@@ -23,11 +20,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def finished(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, trained to its end."""
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver():
-        patch.chdir(folder)
-        assert train.main(flags.FLAGS(["tfpar.train", *SMALL])) == 0
-    return folder / "run"
+    return command.trained(SMALL, tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from tests.support import command
 from tests.support.command import contents, metrics, settings
-from tfpar import train
 from tfpar.runs.directory import RunDirectory
 
 FLAGS = [
@@ -25,11 +22,7 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def whole(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, trained to its end."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver():
-        patch.chdir(folder)
-        assert train.main(flags.FLAGS(["tfpar.train", *FLAGS])) == 0
-    return folder / "run"
+    return command.trained(FLAGS, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture

@@ -43,6 +43,14 @@ def settings(*overrides: str) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
+def trained(words: Sequence[str], folder: Path) -> Path:
+    """Train in a folder with flags of the train command, in the tests' process; return the run's directory."""
+    with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver():
+        patch.chdir(folder)
+        assert train.main(flags.FLAGS(["tfpar.train", *words])) == 0
+    return folder / "run"
+
+
 class Running:
     """A running command in a separate process."""
 
