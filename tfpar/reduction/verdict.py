@@ -48,11 +48,6 @@ class Verdict:
         """Whether a loss of `compile`, or an overridden `compute_loss`, takes the whole batch."""
         return "whole" in (*self.losses, self.own_loss)
 
-    @property
-    def takes_whole_batch(self) -> bool:
-        """Whether a loss or a metric takes the whole batch."""
-        return self.takes_whole_loss or self.whole_metrics or bool(self.metrics)
-
     def merged(self, others: Sequence[Verdict]) -> Verdict:
         """Return the verdict for all workers, whose rows may show different things.
 

@@ -176,11 +176,8 @@ class DataParallel(DividesState):
             if agreed.gathered != verdict.gathered:
                 _, gathered = study(model, batch, kind, engine, agreed.gathered)
         runs.note(model, agreed, gathered, kind)
-        if (
-            kind != "predict"
-            and self.is_chief
-            and (line := gathering(model, agreed, "each replica", "A loss with one value per example sends less."))
-        ):
+        cost = "A loss with one value per example sends less."
+        if kind != "predict" and self.is_chief and (line := gathering(model, agreed, "each replica", cost)):
             user_warnings.warn(line)
 
     def verdict(self, model: keras.Model) -> Verdict | None:

@@ -103,7 +103,7 @@ def close(values: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
     Args:
         values: An array or a number.
         other: An array, whose type counts.
-        largest_part: The largest value of the parts of which `values` is a sum or a mean.
+        largest_part: The largest value of a part, where `values` is the sum or the mean of parts.
     """
     if np.shape(values) != other.shape:
         return False

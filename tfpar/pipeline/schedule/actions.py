@@ -113,11 +113,9 @@ class Schedule:
             1: F1.0 F1.1 B1.0 B1.1
         """
         actions = tuple(tuple(sorted(order, key=lambda action: action.kind != "F")) for order in self.actions)
-        return (
-            self
-            if actions == self.actions
-            else dataclasses.replace(self, name=f"{self.name}, forward passes first", actions=actions)
-        )
+        if actions == self.actions:
+            return self
+        return dataclasses.replace(self, name=f"{self.name}, forward passes first", actions=actions)
 
     @property
     def of_one_replica(self) -> Schedule:

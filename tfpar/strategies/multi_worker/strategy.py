@@ -188,7 +188,7 @@ class MultiWorker(Worker, DataParallel):
         return tf.IndexedSlices(*rows, gradient.dense_shape)
 
     def _all_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """Return the rows of all replicas, of which each may have another number."""
+        """Return the rows of all replicas, which may have different numbers of them."""
         return self._replicas.all_gather([rows], local_replica_id())[0]
 
     @property
