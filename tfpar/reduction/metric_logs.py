@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, tf_function
 from tfpar.reduction.objective import objectives_of
+from tfpar.reduction.verdict import Verdict
 from tfpar.xla_choice import NotCompiledError
 
 
@@ -180,6 +181,14 @@ def all_metrics(model: keras.Model) -> list[keras.Metric]:
             found[id(metric)] = metric
             waiting += keras_metrics.inner_metrics(metric)
     return list(found.values())
+
+
+def whole_metrics(model: keras.Model, verdict: Verdict) -> list[keras.Metric]:
+    """Return the metrics of a model that take the whole batch."""
+    if verdict.whole_metrics:
+        return all_metrics(model)
+    compiled = keras_metrics.compiled_metrics(model)
+    return [compiled[number] for number in verdict.metrics]
 
 
 def other_metrics(model: keras.Model, metrics: Sequence[keras.Metric]) -> list[keras.Metric]:

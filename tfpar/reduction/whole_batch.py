@@ -134,15 +134,20 @@ def gather_for_loss(structure: Any, counts: BatchWeights = ALONE) -> Any:
         if tensor is None:
             return None
         if not isinstance(tensor, tf.Tensor):
-            raise ValueError(
-                "A loss or a metric that parts of a batch do not give takes the whole batch, gathered from dense "
-                f"tensors, received a {type(tensor).__name__}. Use to_tensor(), or train on SingleDevice()."
-            )
+            raise not_dense(type(tensor).__name__)
         mask = keras_model.mask_of(tensor)
         rows = _for_loss(tensor, counts)
         return rows if mask is None else keras_model.with_mask(rows, _rows[-1].gather(tf.convert_to_tensor(mask)))
 
     return tf.nest.map_structure(gathered, structure)
+
+
+def not_dense(kind: str) -> ValueError:
+    """Return the refusal of what a loss or a metric of the whole batch would take, by the name of its type."""
+    return ValueError(
+        "A loss or a metric that parts of a batch do not give takes the whole batch, gathered from dense tensors, "
+        f"received a {kind}. Use to_tensor(), or train on SingleDevice()."
+    )
 
 
 def _for_loss(tensor: tf.Tensor, counts: BatchWeights) -> tf.Tensor:

@@ -41,8 +41,7 @@ def update_metrics_once(
         batch: Inputs, targets, outputs and sample weights of the replica.
         verdict: What a study found.
     """
-    compiled = keras_metrics.compiled_metrics(model)
-    with_all_rows = metric_logs.all_metrics(model) if verdict.whole_metrics else [compiled[i] for i in verdict.metrics]
+    with_all_rows = metric_logs.whole_metrics(model, verdict)
 
     def update() -> tf.Tensor:
         keras_metrics.loss_tracker(model).update_state(loss, sample_weight=num_counted)

@@ -263,12 +263,23 @@ def _rows(structure: Any, device: str, cut_on: Callable[[str], _Cut]) -> Any:
             begin, end, _ = cut_on(HOST)
             with tf.device(HOST):
                 return data.take_rows(leaf, begin, end)
-        host = host_of(device)
-        begin, end, _ = cut_on(host)
-        with tf.device(host):  # else the bounds are computed on the device, and the host waits for them
-            bounds = [tf.stack([bound]) for bound in (begin, end)]
-            stride = tf.ones([1], tf.int64)
-        with tf.device(device):
-            return tf.strided_slice(leaf, *bounds, stride)
+        begin, end, _ = cut_on(host_of(device))
+        return rows_between(leaf, begin, end, device)
 
     return tf.nest.map_structure(rows, structure)
+
+
+def rows_between(tensor: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, device: str) -> tf.Tensor:
+    """Return consecutive rows of a dense tensor of a device.
+
+    Args:
+        tensor: The tensor.
+        begin: The first row, an int64 scalar of the host.
+        end: The row after the last.
+        device: The device that holds it.
+    """
+    with tf.device(host_of(device)):  # else the bounds are computed on the device, and the host waits for them
+        bounds = [tf.stack([bound]) for bound in (begin, end)]
+        stride = tf.ones([1], tf.int64)
+    with tf.device(device):
+        return tf.strided_slice(tensor, *bounds, stride)

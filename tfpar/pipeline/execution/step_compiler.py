@@ -20,6 +20,7 @@ from tfpar.reduction import metric_logs
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.verdict import Verdict
+from tfpar.reduction.whole_batch import not_dense
 
 
 class StepCompiler:
@@ -100,8 +101,8 @@ class StepCompiler:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
         specs = taken_after_stages(self.staged.model, specs)
         programs = self.stages(inputs, training=training)
-        loss = self._compile_loss(programs, specs, training=training)
         verdict = self.losses.verdict(training)
+        loss = self._compile_loss(programs, specs, verdict, training=training)
         if training:
             live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
             programs = self._stages.without_dead_ends(programs, live)
@@ -111,7 +112,7 @@ class StepCompiler:
         compiled = [StepPrograms(programs, loss, metrics, is_whole, whole_metrics)]
         for devices in self.other_devices:
             other = programs.on(devices)
-            same = self._compile_loss(other, specs, training=training)
+            same = self._compile_loss(other, specs, verdict, training=training)
             metrics = self._compile_metrics(other, specs, verdict, in_place=False)
             compiled.append(StepPrograms(other, same, metrics, is_whole, whole_metrics))
         return compiled
@@ -122,26 +123,20 @@ class StepCompiler:
         if not keras_metrics.counts_metrics(self.staged.model) or verdict.whole_metrics:
             return None
         outputs, devices = [programs.specs[value] for value in programs.outputs], programs.stages[-1].devices
-        whole = self._whole_metrics(verdict)
+        whole = metric_logs.whole_metrics(self.staged.model, verdict)
         return compile_metrics_update(self.staged, outputs, specs, devices, whole, in_place=in_place)
 
     def _compile_whole_metrics(self, programs: Programs, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
         """Return the update of the metrics that take the whole batch; each worker computes all of it, in place."""
-        whole = self._whole_metrics(verdict)
+        whole = metric_logs.whole_metrics(self.staged.model, verdict)
         if not whole:
             return None
         outputs, devices = [_whole(programs.specs[value]) for value in programs.outputs], programs.stages[-1].devices
         others = metric_logs.other_metrics(self.staged.model, whole)
         return compile_metrics_update(self.staged, outputs, specs, devices, others, in_place=True)
 
-    def _whole_metrics(self, verdict: Verdict) -> list[keras.Metric]:
-        if verdict.whole_metrics:
-            return metric_logs.all_metrics(self.staged.model)
-        compiled = keras_metrics.compiled_metrics(self.staged.model)
-        return [compiled[number] for number in verdict.metrics]
-
-    def _compile_loss(self, programs: Programs, specs: Any, *, training: bool) -> LossProgram:
-        model, is_whole = self.staged.model, self.losses.verdict(training).takes_whole_loss
+    def _compile_loss(self, programs: Programs, specs: Any, verdict: Verdict, *, training: bool) -> LossProgram:
+        model, is_whole = self.staged.model, verdict.takes_whole_loss
         losses = LossReduction(model, communicates=False, divides=False) if is_whole else self.losses
         outputs = keras.tree.map_structure(
             lambda value: _whole(programs.specs[value]) if is_whole else programs.specs[value],
@@ -177,10 +172,7 @@ def check_own_loss(model: keras.Model, programs: Programs) -> None:
 def _whole(spec: ValueSpec) -> ValueSpec:
     """Return the spec of an output of all micro-batches together."""
     if not isinstance(spec.whole, tf.TensorSpec):
-        raise ValueError(
-            "A loss or a metric that parts of a batch do not give takes the whole batch, joined from dense outputs of "
-            f"micro-batches, received a {type(spec.whole).__name__}. Use to_tensor(), or train on SingleDevice()."
-        )
+        raise not_dense(type(spec.whole).__name__)
     return dataclasses.replace(spec, spec=spec.whole)
 
 

@@ -96,7 +96,7 @@ def compile_metrics_update(
     outputs: Sequence[ValueSpec],
     batch: Any,
     devices: Sequence[str],
-    others: Sequence[keras.Metric] = (),
+    others: Sequence[keras.Metric],
     *,
     in_place: bool,
 ) -> MetricsUpdate:

@@ -19,11 +19,12 @@ import tensorflow as tf
 from tfpar import data
 from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.execution.executor import Execution
-from tfpar.pipeline.execution.microbatches import HOST, host_of
+from tfpar.pipeline.execution.microbatches import HOST, host_of, rows_between
 from tfpar.pipeline.execution.model_loss import taken_after_stages
 from tfpar.pipeline.execution.peers import Peers
 from tfpar.pipeline.execution.stage_chain import BatchLoss
 from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.reduction.whole_batch import not_dense
 
 
 class _Part(NamedTuple):
@@ -101,15 +102,7 @@ def _num_rows(tensor: tf.Tensor, device: str) -> tf.Tensor:
 
 
 def _first_rows(tensor: tf.Tensor, num_rows: tf.Tensor, device: str) -> tf.Tensor:
-    return _between(tensor, tf.zeros([], tf.int64), num_rows, device)
-
-
-def _between(tensor: tf.Tensor, begin: tf.Tensor, end: tf.Tensor, device: str) -> tf.Tensor:
-    """Return rows of a tensor of a device, whose bounds are int64 scalars of the host."""
-    with tf.device(HOST):  # else the host waits for bounds that the device computes
-        bounds, stride = [tf.stack([bound]) for bound in (begin, end)], tf.ones([1], tf.int64)
-    with tf.device(device):
-        return tf.strided_slice(tensor, *bounds, stride)
+    return rows_between(tensor, tf.zeros([], tf.int64), num_rows, device)
 
 
 def _examples(parts: Sequence[_Part], model: keras.Model, device: str) -> Any:
@@ -145,11 +138,7 @@ def _gathered(structure: Any, peers: Peers, device: str) -> Any:
         if tensor is None:
             return None
         if not isinstance(tensor, tf.Tensor) or tensor.dtype == tf.string:
-            kind = tensor.dtype.name if isinstance(tensor, tf.Tensor) else type(tensor).__name__
-            raise ValueError(
-                "A loss or a metric that parts of a batch do not give takes the whole batch, gathered over workers "
-                f"from dense numbers, received a {kind}. Make them dense numbers, or train in one process."
-            )
+            raise not_dense("tensor of texts" if isinstance(tensor, tf.Tensor) else type(tensor).__name__)
         return peers.all_gather([tensor], device)[0]
 
     return tf.nest.map_structure(gathered, structure)
@@ -179,5 +168,5 @@ def _rows_like(output: tf.Tensor, gradient: tf.Tensor, begin: tf.Tensor, end: tf
             [tf.stack([0, num_rows - (end - begin)]), *[tf.zeros([2], tf.int64)] * len(output.shape[1:])]
         )
     with tf.device(device):
-        padded = tf.pad(_between(gradient, begin, end, device), missing)
+        padded = tf.pad(rows_between(gradient, begin, end, device), missing)
         return tf.ensure_shape(padded, output.shape)
