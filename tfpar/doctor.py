@@ -120,7 +120,7 @@ def _output() -> str:
     return "json" if _JSON.value else "text"
 
 
-def _in_job(job: tf_config.Job) -> int:
+def _in_job(job: tf_config.JobConfig) -> int:
     """Examine the network between the workers of a job, all of which run this command; the chief reports."""
     if _CONFIG.value or _MODEL.value or _NUM_WORKERS.value > 1:
         raise ValueError(

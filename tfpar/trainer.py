@@ -254,11 +254,11 @@ class Trainer:
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch, "steps_per_epoch")
         equal_workers.check_fit(
-            self.strategy, epochs=epochs, shuffle=shuffle, checkpoints=bool(checkpoints),
+            self.strategy.job, epochs=epochs, shuffle=shuffle, checkpoints=bool(checkpoints),
             class_weight=class_weight, validation=(validation_data is None, validation_split, validation_freq),
         )  # fmt: skip
         if validation_split and validation_data is None:
-            with self.strategy.raising_on_all_workers():
+            with self.strategy.job.vote():
                 (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
         x = self._reused_source(x, class_weight, shuffle)
         built_with, self._built_with = self._built_with, None
@@ -285,7 +285,7 @@ class Trainer:
             self.strategy.finalize_weights(self.model)
         callback_list.on_train_end(logs)
         (is_signalled,) = callback_list.errors.vote([float(bool(signals))])
-        equal_workers.check_weights(self.strategy, self.model)
+        equal_workers.check_weights(self.strategy.job, self.model)
         if is_signalled:
             interruption.end(signals)
         return self.model.history

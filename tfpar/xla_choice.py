@@ -32,7 +32,9 @@ ERRORS = (NotCompiledError, tf.errors.OpError)
 
 class _Strategy(Protocol):
     chooses_xla: bool
-    num_workers: int
+
+    @property
+    def num_workers(self) -> int: ...
 
     @property
     def device_names(self) -> list[str]: ...

@@ -24,7 +24,7 @@ from unittest import mock
 from tests.support.ports import free_addresses
 from tfpar.cluster import job_secret, rendezvous
 from tfpar.cluster.rendezvous import messages
-from tfpar.cluster.tf_config import Job, split_address
+from tfpar.cluster.tf_config import JobConfig, split_address
 
 NUM_WORKERS = 3
 MISSING_SECONDS = 5.0  # form_seconds of a job that is not complete
@@ -63,7 +63,7 @@ def attack(seed: int, counts: collections.Counter[str], missing_seconds: float =
     """
     rng, secret = random.Random(seed), job_secret.new()
     addresses = tuple(free_addresses(NUM_WORKERS))
-    jobs = [Job(addresses, rank, "worker" if rank else "chief") for rank in range(NUM_WORKERS)]
+    jobs = [JobConfig(addresses, rank, "worker" if rank else "chief") for rank in range(NUM_WORKERS)]
     absent = rng.choice([None, None, 1, 2])
     seconds = FORM_SECONDS if absent is None else missing_seconds
     stop = threading.Event()
@@ -91,7 +91,7 @@ def attack(seed: int, counts: collections.Counter[str], missing_seconds: float =
     return list(_judge(ends, None if absent is None else addresses[absent], took_seconds, seconds, secret))
 
 
-def _meet(job: Job, seconds: float, delay_seconds: float) -> str:
+def _meet(job: JobConfig, seconds: float, delay_seconds: float) -> str:
     """Let a worker meet the others; return what it raises, or nothing."""
     time.sleep(delay_seconds)
     try:

@@ -157,7 +157,7 @@ def read_answer(text: str) -> None:
     assert messages.read_answer(text.encode("utf-8", "surrogatepass"), challenges, JOB, b"") is None
 
 
-JOB = tf_config.Job(("a:1", "b:1", "c:1"), rank=1, role="worker")
+JOB = tf_config.JobConfig(("a:1", "b:1", "c:1"), rank=1, role="worker")
 METRICS = '{"epoch": 1, "step": 10, "loss": 0.5}\n{"epoch": 2, "step": 20, "loss": NaN}\n'
 GREETINGS = [f"tfpar {'0' * 32}\n", f"1 {'0' * 32} {'0' * 64}\n"]
 PARSERS = {

@@ -63,7 +63,7 @@ def test_a_worker_with_a_fault_is_named(
 def service() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
-    service = workers.Service(tf_config.Job((address, "127.0.0.1:1"), 0, "chief"), SECRET)
+    service = workers.Service(tf_config.JobConfig((address, "127.0.0.1:1"), 0, "chief"), SECRET)
     yield address
     service.has_ended.set()
 

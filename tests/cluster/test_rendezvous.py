@@ -19,32 +19,32 @@ from tests.support.leaks import leaves_nothing_behind  # noqa: F401  (a fixture,
 from tests.support.ports import free_addresses
 from tfpar.cluster import job_secret, rendezvous, tf_config
 from tfpar.cluster.rendezvous import chief, messages, worker
-from tfpar.cluster.tf_config import Job
+from tfpar.cluster.tf_config import JobConfig
 
 SECRET = job_secret.new().encode()
 REFUSED = " {} connection(s) without this job's TFPAR_JOB_SECRET were refused, the last from 127.0.0.1."
 SECONDS = 20.0  # enough for all that meet; nothing waits so long unless it must
 
 
-def places(num_workers: int, host: str = "127.0.0.1") -> list[Job]:
+def places(num_workers: int, host: str = "127.0.0.1") -> list[JobConfig]:
     """The place of each worker of a job on this machine."""
     addresses = tuple(address.replace("127.0.0.1", host) for address in free_addresses(num_workers))
-    return [Job(addresses, rank, "worker" if rank else "chief") for rank in range(num_workers)]
+    return [JobConfig(addresses, rank, "worker" if rank else "chief") for rank in range(num_workers)]
 
 
-def side(job: Job, seconds: float = SECONDS, secret: bytes = SECRET) -> tuple[list[str], str]:
+def side(job: JobConfig, seconds: float = SECONDS, secret: bytes = SECRET) -> tuple[list[str], str]:
     """What one worker learns at the rendezvous."""
     found = (worker.report if job.rank else chief.gather)(job, seconds, secret)
     return found.missing, found.remark
 
 
-def together(jobs: Sequence[Job], seconds: float = SECONDS) -> list[tuple[list[str], str]]:
+def together(jobs: Sequence[JobConfig], seconds: float = SECONDS) -> list[tuple[list[str], str]]:
     """What each of several workers learns that meet at the same time."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return list(pool.map(lambda job: side(job, seconds), jobs))
 
 
-def connect(job: Job) -> socket.socket:
+def connect(job: JobConfig) -> socket.socket:
     """Connect to the chief as soon as it listens."""
     deadline_seconds = time.monotonic() + SECONDS
     while True:
@@ -80,9 +80,9 @@ def test_all_workers_meet(host: str) -> None:
 def test_a_job_with_other_hosts_listens_on_both_families() -> None:
     jobs = places(2)
     (here, _), port = jobs[0].addresses, int(jobs[0].addresses[0].rpartition(":")[2])
-    future = started(lambda: chief.gather(Job((here, "192.0.2.1:1"), 0, "chief"), SECONDS, SECRET))
+    future = started(lambda: chief.gather(JobConfig((here, "192.0.2.1:1"), 0, "chief"), SECONDS, SECRET))
     for host in ("127.0.0.1", "::1"):
-        with connect(Job((f"{host}:{port}" if host != "::1" else f"[::1]:{port}",), 1, "worker")) as connection:
+        with connect(JobConfig((f"{host}:{port}" if host != "::1" else f"[::1]:{port}",), 1, "worker")) as connection:
             assert messages.read_greeting(connection.recv(100))
     assert worker.report(jobs[1], SECONDS, SECRET) == messages.Outcome([])
     assert future.result(SECONDS) == messages.Outcome([])
@@ -147,7 +147,7 @@ def test_a_job_over_hosts_without_a_secret_says_so_once(
 ) -> None:
     monkeypatch.delenv(job_secret.VARIABLE, raising=False)
     first, second = places(2)
-    for job in (first, second, Job((first.addresses[0], "192.0.2.1:1"), 0, "chief")):
+    for job in (first, second, JobConfig((first.addresses[0], "192.0.2.1:1"), 0, "chief")):
         with pytest.raises(TimeoutError):
             rendezvous.connect_workers(job, 0.1)
     assert capfd.readouterr().err == (
@@ -238,7 +238,7 @@ def test_workers_with_different_strategies_all_learn_of_the_first(monkeypatch: p
     names = ["MultiWorker(shard='weights')", "MultiWorker(shard='weights')", "Hybrid", "MultiWorker"]
     kept: list[int] = []
 
-    def meet(job: Job) -> None:
+    def meet(job: JobConfig) -> None:
         rendezvous.connect_workers(job, SECONDS, lambda rank, connection: kept.append(rank), names[job.rank])
 
     futures = [started(lambda job=job: meet(job)) for job in jobs]  # type: ignore[misc]

@@ -180,7 +180,7 @@ def test_every_task_of_srun_knows_all_addresses_and_its_rank(cluster: Slurm) -> 
     printed = cluster.run(
         "srun", *nodes, "--label", sys.executable, "-c", "import os; print(os.environ['SLURM_JOB_ID'])\n" + PRINT_JOB
     )
-    job_id, jobs = re.findall(r"0: (\d+)", printed)[0], re.findall(r"(\d): Job\((.*)\)", printed)
+    job_id, jobs = re.findall(r"0: (\d+)", printed)[0], re.findall(r"(\d): JobConfig\((.*)\)", printed)
     port = slurm.first_port(int(job_id), 0)
     addresses = (f"node01:{port}", f"node01:{port + 1}", f"node02:{port}")
     assert sorted(jobs) == [
@@ -218,12 +218,12 @@ def test_a_batch_script_and_a_step_of_one_task_are_no_job_but_each_step_of_sever
         f"#!/bin/bash\n{steps}; touch ended", "--ntasks=2", "--nodelist=localhost", "--output=steps.log"
     )
     wait_until((cluster.folder / "ended").exists, "the script has ended")
-    lines = re.findall(r"^(?:None|Job).*", (cluster.folder / "steps.log").read_text(), re.MULTILINE)
+    lines = re.findall(r"^(?:None|JobConfig).*", (cluster.folder / "steps.log").read_text(), re.MULTILINE)
     assert lines[:2] == ["None", "None"]
     ports = [slurm.first_port(int(job), step_id) for step_id in (1, 2)]
     assert [sorted(lines[2:4]), sorted(lines[4:])] == [
         [
-            repr(tf_config.Job((f"localhost:{port}", f"localhost:{port + 1}"), rank, role))
+            repr(tf_config.JobConfig((f"localhost:{port}", f"localhost:{port + 1}"), rank, role))
             for rank, role in [(0, "chief"), (1, "worker")]
         ]
         for port in ports

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.ports import free_addresses
 from tfpar.cluster import reachability, slurm, tf_config
-from tfpar.cluster.tf_config import Job
+from tfpar.cluster.tf_config import JobConfig
 
 TWO_WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
 
 
-def parse(described: object) -> Job:
+def parse(described: object) -> JobConfig:
     return tf_config.parse(json.dumps(described))
 
 
@@ -38,24 +38,28 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("cluster", "task", "job"),
     [
-        ({"worker": ["a:1", "b:1"]}, ("worker", 0), Job(("a:1", "b:1"), 0, "chief")),
-        ({"worker": ["a:1", "b:1"]}, ("worker", 1), Job(("a:1", "b:1"), 1, "worker")),
-        ({"worker": ["a:1"], "chief": ["c:1"]}, ("chief", 0), Job(("c:1", "a:1"), 0, "chief")),
-        ({"worker": ["a:1"], "chief": ["c:1"]}, ("worker", 0), Job(("c:1", "a:1"), 1, "worker")),
-        ({"chief": ["c:1"]}, ("chief", 0), Job(("c:1",), 0, "chief")),
-        ({"worker": ["a:1"]}, ("worker", 0), Job(("a:1",), 0, "chief")),
-        ({"worker": ["a:1", "b:1"]}, ("evaluator", 0), Job(("a:1", "b:1"), 0, "evaluator")),
-        ({"worker": ["a:1"], "evaluator": ["e:1"]}, ("evaluator", 0), Job(("a:1",), 0, "evaluator")),
-        ({"worker": ["[::1]:1", "10.0.0.1:65535"]}, ("worker", 0), Job(("[::1]:1", "10.0.0.1:65535"), 0, "chief")),
+        ({"worker": ["a:1", "b:1"]}, ("worker", 0), JobConfig(("a:1", "b:1"), 0, "chief")),
+        ({"worker": ["a:1", "b:1"]}, ("worker", 1), JobConfig(("a:1", "b:1"), 1, "worker")),
+        ({"worker": ["a:1"], "chief": ["c:1"]}, ("chief", 0), JobConfig(("c:1", "a:1"), 0, "chief")),
+        ({"worker": ["a:1"], "chief": ["c:1"]}, ("worker", 0), JobConfig(("c:1", "a:1"), 1, "worker")),
+        ({"chief": ["c:1"]}, ("chief", 0), JobConfig(("c:1",), 0, "chief")),
+        ({"worker": ["a:1"]}, ("worker", 0), JobConfig(("a:1",), 0, "chief")),
+        ({"worker": ["a:1", "b:1"]}, ("evaluator", 0), JobConfig(("a:1", "b:1"), 0, "evaluator")),
+        ({"worker": ["a:1"], "evaluator": ["e:1"]}, ("evaluator", 0), JobConfig(("a:1",), 0, "evaluator")),
+        (
+            {"worker": ["[::1]:1", "1.0.0.1:65535"]},
+            ("worker", 0),
+            JobConfig(("[::1]:1", "1.0.0.1:65535"), 0, "chief"),
+        ),
     ],
 )
-def test_ranks_follow_tensorflows_rule(cluster: dict[str, list[str]], task: tuple[str, int], job: Job) -> None:
+def test_ranks_follow_tensorflows_rule(cluster: dict[str, list[str]], task: tuple[str, int], job: JobConfig) -> None:
     assert parse({"cluster": cluster, "task": {"type": task[0], "index": task[1]}, "environment": "cloud"}) == job
 
 
 def test_only_rank_0_that_trains_is_the_chief() -> None:
     chief, worker, evaluator = (
-        Job(("a:1", "b:1"), rank, role) for rank, role in [(0, "chief"), (1, "worker"), (0, "evaluator")]
+        JobConfig(("a:1", "b:1"), rank, role) for rank, role in [(0, "chief"), (1, "worker"), (0, "evaluator")]
     )
     assert [job.is_chief for job in (chief, worker, evaluator)] == [True, False, False]
     assert [job.peers for job in (chief, worker, evaluator)] == [("b:1",), ("a:1",), ("a:1", "b:1")]
@@ -66,7 +70,7 @@ def test_only_rank_0_that_trains_is_the_chief() -> None:
 def test_a_written_tf_config_is_read_again(rank: int) -> None:
     addresses = ("a:1", "b:1", "c:1")
     job = tf_config.parse(tf_config.to_tf_config(addresses, rank))
-    assert job == Job(addresses, rank, "worker" if rank else "chief")
+    assert job == JobConfig(addresses, rank, "worker" if rank else "chief")
 
 
 CLUSTER_MISTAKES = {
@@ -180,13 +184,13 @@ def step(**changes: str | None) -> dict[str, str]:
 
 def test_a_task_of_a_slurm_step_knows_all_addresses() -> None:
     addresses = ("node01:20128", "node01:20129", "node02:20128")
-    assert tf_config.from_environment(step()) == Job(addresses, 2, "worker")
+    assert tf_config.from_environment(step()) == JobConfig(addresses, 2, "worker")
     first = step(SLURM_PROCID="0", SLURM_NODEID="0")
-    assert tf_config.from_environment(first) == Job(addresses, 0, "chief")
+    assert tf_config.from_environment(first) == JobConfig(addresses, 0, "chief")
 
 
 def test_tf_config_comes_before_slurm() -> None:
-    assert tf_config.from_environment(step(TF_CONFIG=json.dumps(TWO_WORKERS))) == Job(("a:1", "b:1"), 1, "worker")
+    assert tf_config.from_environment(step(TF_CONFIG=json.dumps(TWO_WORKERS))) == JobConfig(("a:1", "b:1"), 1, "worker")
 
 
 def test_the_shell_of_a_batch_script_is_no_step() -> None:
@@ -256,7 +260,7 @@ def test_a_taken_port_is_named(listener: socket.socket) -> None:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     message = rf"^The port of this worker must be free, and {address} \(rank 1\) is taken: Address already in use\. End"
     with pytest.raises(OSError, match=message):
-        tf_config.check_port_free(Job(("10.0.0.1:1", address), 1, "worker"))
+        tf_config.check_port_free(JobConfig(("10.0.0.1:1", address), 1, "worker"))
 
 
 def test_a_port_is_free_although_connections_of_an_ended_job_wait_on_it(free_port: int) -> None:
@@ -265,36 +269,36 @@ def test_a_port_is_free_although_connections_of_an_ended_job_wait_on_it(free_por
         served, _ = server.accept()
         served.close()  # the side that closes first keeps the port waiting
         client.close()
-    tf_config.check_port_free(Job((f"127.0.0.1:{free_port}",), 0, "chief"))
+    tf_config.check_port_free(JobConfig((f"127.0.0.1:{free_port}",), 0, "chief"))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "a" * 70])
 def test_the_port_of_another_machines_address_is_not_tried(host: str, listener: socket.socket) -> None:
-    tf_config.check_port_free(Job((f"{host}:{listener.getsockname()[1]}",), 0, "chief"))
+    tf_config.check_port_free(JobConfig((f"{host}:{listener.getsockname()[1]}",), 0, "chief"))
 
 
 def test_an_evaluator_needs_no_port(listener: socket.socket) -> None:
-    tf_config.check_port_free(Job((f"127.0.0.1:{listener.getsockname()[1]}",), 0, "evaluator"))
+    tf_config.check_port_free(JobConfig((f"127.0.0.1:{listener.getsockname()[1]}",), 0, "evaluator"))
 
 
 def test_missing_workers_are_named(listener: socket.socket, free_port: int) -> None:
     here, missing = f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{free_port}"
     addresses = ("127.0.0.1:1", here, missing)
-    assert reachability.unreachable(Job(addresses, 0, "chief"), seconds=5) == (missing,)
-    assert reachability.unreachable(Job((missing, here), 0, "evaluator"), seconds=5) == (missing,)
-    assert reachability.unreachable(Job((missing,), 0, "chief"), seconds=5) == ()
+    assert reachability.unreachable(JobConfig(addresses, 0, "chief"), seconds=5) == (missing,)
+    assert reachability.unreachable(JobConfig((missing, here), 0, "evaluator"), seconds=5) == (missing,)
+    assert reachability.unreachable(JobConfig((missing,), 0, "chief"), seconds=5) == ()
 
 
 def test_a_worker_whose_host_is_unknown_is_missing() -> None:
     addresses = ("127.0.0.1:1", "a" * 70 + ":1")
-    assert reachability.unreachable(Job(addresses, 0, "chief"), seconds=5) == (addresses[1],)
+    assert reachability.unreachable(JobConfig(addresses, 0, "chief"), seconds=5) == (addresses[1],)
 
 
 def test_a_worker_that_never_answers_is_missing_after_the_time_limit() -> None:
     with socket.socket() as bound:  # takes no connection, as it does not listen
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-        assert reachability.unreachable(Job(("127.0.0.1:1", address), 0, "chief"), seconds=0.5) == (address,)
+        assert reachability.unreachable(JobConfig(("127.0.0.1:1", address), 0, "chief"), seconds=0.5) == (address,)
 
 
 @pytest.mark.parametrize("module", ["cluster.tf_config", "cluster.slurm", "launcher.manifests"])

@@ -16,7 +16,7 @@ import pytest
 from tests.support.launching import ranked, run
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
 from tfpar.cluster import loopback
-from tfpar.cluster.tf_config import Job
+from tfpar.cluster.tf_config import JobConfig
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
 
@@ -36,7 +36,7 @@ for name in os.listdir("/proc/self/fd"):
         continue
     if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         found.append([*one.getsockname()[:2], one.getsockopt(socket.SOL_SOCKET, 25, 16).decode().strip(chr(0))])
-print(json.dumps([found, strategy.all_reduce_sum([rank + 1.0])[0]]))
+print(json.dumps([found, strategy.job.sum([rank + 1.0])[0]]))
 """
 
 
@@ -109,7 +109,7 @@ def test_a_server_that_cannot_be_confined_is_said_in_one_line(
     monkeypatch.setattr(loopback, "_INTERFACE", b"nothing\0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        preflight._begin_confined(lambda: None, Job((address, "127.0.0.1:1"), 0, "chief"))
+        preflight._begin_confined(lambda: None, JobConfig((address, "127.0.0.1:1"), 0, "chief"))
     said = capfd.readouterr().err
     assert said.startswith(
         f"warning: TensorFlow's server at {address} can be reached from other machines, as it could "

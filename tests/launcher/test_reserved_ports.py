@@ -38,7 +38,7 @@ def test_no_connection_and_no_server_gets_a_reserved_port(host: str) -> None:
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_a_worker_listens_on_a_reserved_port_and_is_reached(family: socket.AddressFamily) -> None:
     with ReservedPorts(1) as ports:
-        job = tf_config.Job((*ports.addresses, "127.0.0.1:1"), 0, "chief")
+        job = tf_config.JobConfig((*ports.addresses, "127.0.0.1:1"), 0, "chief")
         tf_config.check_port_free(job)
         host, port = tf_config.split_address(ports.addresses[0])
         with (

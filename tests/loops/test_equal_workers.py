@@ -9,20 +9,20 @@ import keras
 import numpy as np
 import pytest
 
-import tfpar
 from tests.support import small
+from tfpar.job import Job
 from tfpar.loops import equal_workers, read_order
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
-class TwoWorkers(tfpar.SingleDevice):
-    """A strategy whose other worker sends some facts and sums."""
+class TwoWorkers(Job):
+    """A job whose other worker sends some facts and sums."""
 
-    num_workers = 2
-
-    def __init__(self, facts: dict[str, str] | None = None, sums: list[list[float]] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, facts: dict[str, str] | None = None, sums: list[list[float]] | None = None, rank: int = 0
+    ) -> None:
+        super().__init__(["localhost:1", "localhost:2"], rank)
         self.theirs, self.sums, self.facts = facts, sums or [], {}
 
     def require_equal(self, facts: dict[str, str]) -> None:
@@ -30,14 +30,14 @@ class TwoWorkers(tfpar.SingleDevice):
         if self.theirs is not None and facts != self.theirs:
             raise ValueError("All workers must be equal")
 
-    def all_reduce_sum(self, values: Any) -> Any:
+    def sum(self, values: Any) -> Any:
         return np.asarray(values) + np.asarray(self.sums.pop(0))
 
 
 def facts_of(**arguments: Any) -> dict[str, str]:
-    strategy = TwoWorkers()
-    equal_workers.check_fit(strategy, **arguments)
-    return strategy.facts
+    job = TwoWorkers()
+    equal_workers.check_fit(job, **arguments)
+    return job.facts
 
 
 def test_other_arguments_are_refused() -> None:
@@ -85,8 +85,8 @@ class Chief(TwoWorkers):
     """The other worker of a job whose chief has read batches with some digests."""
 
     def __init__(self, own: Any, chiefs: Any) -> None:
-        super().__init__()
-        self.rank, self._chiefs = 1, np.asarray(chiefs, "float64").tobytes()
+        super().__init__(rank=1)
+        self._chiefs = np.asarray(chiefs, "float64").tobytes()
         self.order = read_order.ReadOrder(self)
         self.order.note(5, own)
 
@@ -95,10 +95,10 @@ class Chief(TwoWorkers):
         others.note(5, np.frombuffer(self._chiefs).reshape(-1, 3))
         self.order.compare(np.add(self.order.summaries(), others.summaries()))
 
-    def broadcast(self, message: bytes | None) -> bytes:
+    def broadcast(self, message: bytes | None, sender: int = 0) -> bytes:
         return self._chiefs
 
-    def all_reduce_sum(self, values: Any) -> Any:
+    def sum(self, values: Any) -> Any:
         return np.asarray(values)
 
 

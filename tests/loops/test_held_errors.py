@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import keras
 import numpy as np
 import pytest
@@ -11,21 +9,23 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import small
+from tfpar.job import Job
 from tfpar.loops.held_errors import HeldCallbacks
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
-class TwoWorkers(tfpar.SingleDevice):
+class TwoWorkers(Job):
     """Votes as if the other worker had no error, or can no longer be reached."""
 
-    num_workers = 2
-    is_reachable = True
+    def __init__(self, is_reachable: bool) -> None:
+        super().__init__(["localhost:1", "localhost:2"], all_reduce=self._sum)
+        self._is_reachable = is_reachable
 
-    def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
-        if not self.is_reachable:
+    def _sum(self, values: np.ndarray) -> np.ndarray:
+        if not self._is_reachable:
             raise tf.errors.InternalError(None, None, "Shape mismatch in the collective instance")
-        return np.asarray(values, "float64")
+        return values
 
 
 class Fails(keras.callbacks.Callback):
@@ -43,8 +43,8 @@ class Fails(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("is_reachable", [True, False])
 def test_an_error_is_held_until_the_vote_and_ends_the_hooks(is_reachable: bool) -> None:
-    failing, strategy = Fails(), TwoWorkers("CPU:0")
-    strategy.is_reachable = is_reachable
+    failing, strategy = Fails(), tfpar.SingleDevice("CPU:0")
+    strategy.job = TwoWorkers(is_reachable)
     callbacks = HeldCallbacks(keras.callbacks.CallbackList([failing]), strategy)
     callbacks.on_epoch_begin(0)
     callbacks.on_train_batch_begin(0)

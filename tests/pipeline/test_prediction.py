@@ -37,7 +37,7 @@ def test_an_error_of_a_measurement_on_one_worker_is_reported_to_all(monkeypatch:
     def failing(*_: object) -> None:
         raise tf.errors.InternalError(None, None, "the device is lost")
 
-    monkeypatch.setattr(pipeline, "reported", reported)
+    monkeypatch.setattr(pipeline.job, "reported", reported)
     monkeypatch.setattr("tfpar.pipeline.analysis.step_timing.measure_durations", failing)
     with pytest.raises(tf.errors.InternalError):
         pipeline.predict_step_time(trainer.model, batch)

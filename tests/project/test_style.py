@@ -24,7 +24,7 @@ LADDER = [
     ["xla_choice"],
     ["callbacks", "commands", "config", "data.batching"],
     ["__main__", "cluster", "data.sharding"],
-    ["cluster.rendezvous", "data.sources", "launcher"],
+    ["cluster.rendezvous", "data.sources", "job", "launcher"],
     ["data", "launch"],
     ["pipeline.graph", "reduction"],
     ["study"],

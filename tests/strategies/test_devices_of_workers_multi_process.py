@@ -30,7 +30,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support.ports import free_addresses
 from tfpar.cluster import rendezvous, tf_config
 from tfpar.cluster.process_memory import peak_bytes, reset_peak
-from tfpar.cluster.tf_config import Job
+from tfpar.cluster.tf_config import JobConfig
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 SILENCE_SECONDS = 2.0  # where a worker is lost
@@ -413,7 +413,7 @@ def test_a_worker_whose_server_cannot_be_reached_is_named() -> None:
     environment = {**os.environ, "TF_CONFIG": tf_config.to_tf_config(addresses, 0)}
     kept: dict[int, socket.socket] = {}
     with subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True) as chief:
-        rendezvous.connect_workers(Job(tuple(addresses), 1, "worker"), 60, kept.__setitem__)
+        rendezvous.connect_workers(JobConfig(tuple(addresses), 1, "worker"), 60, kept.__setitem__)
         _, error = chief.communicate()
     sentence = (
         "TimeoutError: All 2 workers were connected, and TensorFlow did not answer within 5 s at "

@@ -49,11 +49,15 @@ def check_local(num_workers: int) -> Iterator[Check]:
     with ReservedPorts(num_workers) as ports:
         addresses = tuple(ports.addresses)
         others = [
-            Task("workers.serve", {"job": tf_config.Job(addresses, rank, "worker"), "secret": secret}, SERVE_SECONDS)
+            Task(
+                "workers.serve",
+                {"job": tf_config.JobConfig(addresses, rank, "worker"), "secret": secret},
+                SERVE_SECONDS,
+            )
             for rank in range(1, num_workers)
         ]
         with started(others, len(others)):
-            yield from check(tf_config.Job(addresses, 0, "chief"), secret)
+            yield from check(tf_config.JobConfig(addresses, 0, "chief"), secret)
 
 
 def facts() -> dict[str, str]:
@@ -69,7 +73,7 @@ class Service:
         OSError: If the address is taken.
     """
 
-    def __init__(self, job: tf_config.Job, secret: bytes) -> None:
+    def __init__(self, job: tf_config.JobConfig, secret: bytes) -> None:
         self._job, self._secret = job, secret
         self.has_ended = threading.Event()
         for listener in listening(job, job.rank):
@@ -164,7 +168,7 @@ def seconds_to_send(address: str, secret: bytes) -> float:
     return time.perf_counter() - begin
 
 
-def serve(job: tf_config.Job, secret: bytes) -> bool:
+def serve(job: tf_config.JobConfig, secret: bytes) -> bool:
     """Answer the chief until it ends the examination; return whether it has within the time limit."""
     service = Service(job, secret)
     try:
@@ -173,7 +177,7 @@ def serve(job: tf_config.Job, secret: bytes) -> bool:
         service.has_ended.set()
 
 
-def check(job: tf_config.Job, secret: bytes) -> Iterator[Check]:
+def check(job: tf_config.JobConfig, secret: bytes) -> Iterator[Check]:
     """Yield the checks of a job, on its chief."""
     service = Service(job, secret)
     answers = {rank: _facts(address, secret) for rank, address in enumerate(job.addresses)}
@@ -231,7 +235,7 @@ def _versions(present: Mapping[int, dict[str, str]]) -> Check:
     return Check("versions of workers", "ok", f"{len(present)} workers have equal versions and code", values=values)
 
 
-def _clocks(job: tf_config.Job, secret: bytes, ranks: Sequence[int]) -> Check:
+def _clocks(job: tf_config.JobConfig, secret: bytes, ranks: Sequence[int]) -> Check:
     offsets = {rank: _offset_seconds(job.addresses[rank], secret) for rank in ranks}
     worst = max(offsets, key=lambda rank: abs(offsets[rank]))
     is_far = abs(offsets[worst]) > _CLOCK_BOUND_SECONDS
@@ -253,7 +257,7 @@ def _offset_seconds(address: str, secret: bytes) -> float:
     return min(round_trips)[1]
 
 
-def _ports(job: tf_config.Job, secret: bytes, ranks: Sequence[int]) -> Iterator[Check]:
+def _ports(job: tf_config.JobConfig, secret: bytes, ranks: Sequence[int]) -> Iterator[Check]:
     closed = [
         (source, job.addresses.index(address), reason)
         for source in ranks
@@ -268,7 +272,7 @@ def _ports(job: tf_config.Job, secret: bytes, ranks: Sequence[int]) -> Iterator[
         yield Check("ports", "ok", f"all {len(ranks) * (len(ranks) - 1)} ordered pairs of workers can connect")
 
 
-def _bandwidth(job: tf_config.Job, secret: bytes, ranks: Sequence[int]) -> Check:
+def _bandwidth(job: tf_config.JobConfig, secret: bytes, ranks: Sequence[int]) -> Check:
     pairs = [(source, target) for source in ranks for target in ranks if source != target]
     if len(pairs) > _MOST_PAIRS:
         pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))

@@ -6,10 +6,10 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tfpar.cluster.tf_config import Job, split_address
+from tfpar.cluster.tf_config import JobConfig, split_address
 
 
-def unreachable(job: Job, seconds: float) -> tuple[str, ...]:
+def unreachable(job: JobConfig, seconds: float) -> tuple[str, ...]:
     """Return the addresses of the other workers that accept no connection: those that never started.
 
     It is called at TensorFlow's time limit for forming the cluster, to name the missing workers. A worker stopped by a
@@ -20,7 +20,7 @@ def unreachable(job: Job, seconds: float) -> tuple[str, ...]:
         seconds: The time limit; all workers are tried at the same time.
 
     Example:
-        >>> unreachable(Job(("localhost:2222",), rank=0, role="chief"), seconds=1)
+        >>> unreachable(JobConfig(("localhost:2222",), rank=0, role="chief"), seconds=1)
         ()
     """
     return tuple(problems(job.peers, seconds))

@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class JobConfig:
     """All workers of a job, and the rank and role of this process.
 
     Attributes:
@@ -38,7 +38,7 @@ class Job:
         role: The role of this process.
 
     Example:
-        >>> job = Job(("node1:2222", "node2:2222"), rank=1, role="worker")
+        >>> job = JobConfig(("node1:2222", "node2:2222"), rank=1, role="worker")
         >>> job.num_workers, job.is_chief
         (2, False)
     """
@@ -69,7 +69,7 @@ class Job:
         return tuple(address for rank, address in enumerate(self.addresses) if rank != own)
 
 
-def from_environment(environment: Mapping[str, str]) -> Job | None:
+def from_environment(environment: Mapping[str, str]) -> JobConfig | None:
     """Return the job of TF_CONFIG, or else of a Slurm job step with several tasks; None if there is neither.
 
     Args:
@@ -88,7 +88,7 @@ def from_environment(environment: Mapping[str, str]) -> Job | None:
     if step is None:
         return None
     addresses, rank = step
-    return Job(addresses, rank, "worker" if rank else "chief")
+    return JobConfig(addresses, rank, "worker" if rank else "chief")
 
 
 def has_other_workers(environment: Mapping[str, str]) -> bool:
@@ -122,7 +122,7 @@ def to_tf_config(addresses: Sequence[str], rank: int) -> str:
     return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
 
 
-def parse(text: str) -> Job:
+def parse(text: str) -> JobConfig:
     """Return the job that a TF_CONFIG describes.
 
     Args:
@@ -133,7 +133,7 @@ def parse(text: str) -> Job:
 
     Example:
         >>> parse('{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}')
-        Job(addresses=('a:1', 'b:1'), rank=1, role='worker')
+        JobConfig(addresses=('a:1', 'b:1'), rank=1, role='worker')
     """
     try:
         if len(text) > _MAX_TEXT:
@@ -164,13 +164,13 @@ def parse(text: str) -> Job:
     return _job(described["cluster"], described["task"])
 
 
-def _job(cluster: dict[str, list[str]], task: dict[str, Any]) -> Job:
+def _job(cluster: dict[str, list[str]], task: dict[str, Any]) -> JobConfig:
     chiefs, workers = cluster.get("chief", []), cluster.get("worker", [])
     addresses = (*chiefs, *workers)
     if task["type"] == "evaluator":
-        return Job(addresses, 0, "evaluator")
+        return JobConfig(addresses, 0, "evaluator")
     rank = task["index"] + (len(chiefs) if task["type"] == "worker" else 0)
-    return Job(addresses, rank, "worker" if rank else "chief")
+    return JobConfig(addresses, rank, "worker" if rank else "chief")
 
 
 def _cluster_mistakes(described: dict[str, Any]) -> Iterator[str]:
@@ -279,7 +279,7 @@ def _index_mistakes(task: dict[str, Any], cluster: dict[str, Any]) -> Iterator[s
         )
 
 
-def check_port_free(job: Job) -> None:
+def check_port_free(job: JobConfig) -> None:
     """Refuse a taken port, right before TensorFlow starts.
 
     TensorFlow's own error is only "Could not start gRPC server". The port is tried only if the host name is that of
@@ -292,7 +292,7 @@ def check_port_free(job: Job) -> None:
         OSError: If the port is taken, with the address.
 
     Example:
-        >>> check_port_free(Job(("localhost:2222",), rank=0, role="chief"))
+        >>> check_port_free(JobConfig(("localhost:2222",), rank=0, role="chief"))
     """
     if job.role == "evaluator":
         return

@@ -18,7 +18,7 @@ from tfpar.data.batching.batches import (
 )
 from tfpar.data.batching.equal_rows import check_ranks, differing_rows, with_equal_rows
 from tfpar.data.batching.varied_rows import varied_first
-from tfpar.data.errors import UserMessage, cause_of, label_out_of_range, user_message
+from tfpar.data.errors import cause_of, label_out_of_range, user_message
 from tfpar.data.fit_arguments import Batches, as_dataset, global_batches, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
@@ -36,7 +36,6 @@ __all__ = [
     "Loaded",
     "PythonBatches",
     "Sharded",
-    "UserMessage",
     "as_dataset",
     "audit",
     "batch_digest",

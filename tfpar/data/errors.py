@@ -1,17 +1,14 @@
 """User messages for TensorFlow's errors in an input pipeline: one sentence with the way out."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
 
 import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.sources import image_folder, tfds, tfrecord
 from tfpar.messages.reasons import without_control_sequences
-
-UserMessage: TypeAlias = Callable[[BaseException], str | None]
 
 SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
 # What TensorFlow writes before an error of Python code: the function of the graph, then the transformations around it.

@@ -29,7 +29,7 @@ class EpochIterator:
         source: The Python code of the dataset, if any. Its passes begin with an epoch, not before.
         first: A dataset with one element, for `peek` before the first pass.
         restarts: Whether every epoch begins a new pass, even with a number of steps.
-        raising_on_all_workers: Returns a context in which an error of one worker, such as unreadable or empty data, is
+        vote: Returns a context in which an error of one worker, such as unreadable or empty data, is
             raised on all.
         check_end: Refuses, at the end of an epoch, data that end elsewhere on other workers; takes where they end here.
 
@@ -54,7 +54,7 @@ class EpochIterator:
         source: data.PythonBatches | None = None,
         first: tf.data.Dataset | None = None,
         restarts: bool = False,
-        raising_on_all_workers: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        vote: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         check_end: Callable[[str], None] | None = None,
     ) -> None:
         self._check_end = check_end
@@ -70,7 +70,7 @@ class EpochIterator:
         self.upcoming: tf.experimental.Optional = None
         self.passes, self.batches, self.batch_size = -1, 0, 0
         self._pass_is_over = True
-        with raising_on_all_workers():
+        with vote():
             if unused is not None:
                 self.iterator, self.upcoming = unused.iterator, unused.upcoming
                 self.passes, self._pass_is_over = unused.passes, unused._pass_is_over
@@ -78,7 +78,7 @@ class EpochIterator:
                 self.upcoming = _next(iter(data.without_autotuning(first)))
             else:
                 self._begin_pass()
-        with raising_on_all_workers():
+        with vote():
             if not self.has_more():
                 raise ValueError(data.EMPTY)
 

@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_model
+from tfpar.job import Job
 from tfpar.loops.epoch_iterator import EpochIterator
-from tfpar.strategies import Strategy
 
 # Left out: automatic names count the objects of a process, seeds may be drawn, and the chief's weights, with its
 # learning rate, are broadcast.
@@ -31,42 +31,42 @@ _LEFT_OUT = ("name", "seed", "learning_rate", "registered_name", "build_config")
 _LARGEST_DIFFERENCE = 1e-5
 
 
-def check_fit(strategy: Strategy, **arguments: Any) -> None:
+def check_fit(job: Job, **arguments: Any) -> None:
     """Refuse workers that call `fit` with other arguments.
 
     Args:
-        strategy: The strategy of the workers.
+        job: The workers.
         **arguments: Arguments of `fit`, by name.
 
     Raises:
         ValueError: If an argument of a worker is not that of the chief; on every worker.
     """
-    if strategy.num_workers > 1:
-        strategy.require_equal(
+    if job.num_workers > 1:
+        job.require_equal(
             {f"the argument {name} of fit": json.dumps(_plain(value)) for name, value in arguments.items()}
         )
 
 
-def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochIterator) -> None:
+def check_data(job: Job, dataset: data.Batches, epoch_iterator: EpochIterator) -> None:
     """Refuse workers whose data have other sizes, or whose shards have another source.
 
     The batches themselves are compared by their digests (`read_order`).
 
     Args:
-        strategy: The strategy of the workers.
+        job: The workers.
         dataset: Global batches.
         epoch_iterator: Its iterator.
 
     Raises:
         ValueError: If they differ from those of the chief; on every worker.
     """
-    if strategy.num_workers == 1:
+    if job.num_workers == 1:
         return
     steps = epoch_iterator.steps_per_epoch or "any number of"
     facts = {"the data": f"{steps} steps with batches of {epoch_iterator.batch_size} examples"}
     if isinstance(dataset, data.Sharded):
         facts["the files or examples of its shards, or their order"] = dataset.source
-    strategy.require_equal(facts)
+    job.require_equal(facts)
 
 
 def settings_of(model: keras.Model) -> str:
@@ -97,17 +97,17 @@ def _lines(path: str, value: Any) -> list[str]:
     return [f"{path}: {json.dumps(value)}"]
 
 
-def check_weights(strategy: Strategy, model: keras.Model) -> None:
+def check_weights(job: Job, model: keras.Model) -> None:
     """Refuse the result of a training after which the weights of the workers differ.
 
     Args:
-        strategy: The strategy of the workers.
+        job: The workers.
         model: The trained model.
 
     Raises:
         RuntimeError: If the weights of a worker are not those of the others; on every worker.
     """
-    if strategy.num_workers > 1 and weights_differ(strategy, model):
+    if job.num_workers > 1 and weights_differ(job, model):
         raise RuntimeError(
             "All workers must end with equal weights, and they differ: a callback or a setting of one worker changes "
             "its learning rate, its weights or its optimizer. Do so on every worker, and find the step with "
@@ -115,27 +115,27 @@ def check_weights(strategy: Strategy, model: keras.Model) -> None:
         )
 
 
-def weights_differ(strategy: Strategy, model: keras.Model) -> bool:
+def weights_differ(job: Job, model: keras.Model) -> bool:
     """Return whether the weights of any worker differ from those of the others; all workers must call this.
 
     The sums of each weight and of its absolute values are compared, with room for the rounding of different processors.
 
     Args:
-        strategy: The strategy of the workers.
+        job: The workers.
         model: A built model.
     """
     weights = [tf.cast(weight, tf.float64) for weight in model.weights if "float" in weight.dtype]
     sums = [float(tf.reduce_sum(weight)) for weight in weights]
     sizes = np.array([float(tf.reduce_sum(tf.abs(weight))) for weight in weights])
-    _, differ = compare_numbers(strategy, np.concatenate([sums, sizes]), np.concatenate([sizes, sizes]))
+    _, differ = compare_numbers(job, np.concatenate([sums, sizes]), np.concatenate([sizes, sizes]))
     return differ
 
 
-def compare_numbers(strategy: Strategy, own: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, bool]:
+def compare_numbers(job: Job, own: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, bool]:
     """Compare numbers of the workers, which must all call this with as many.
 
     Args:
-        strategy: The strategy of the workers.
+        job: The workers.
         own: The numbers of this worker, `[numbers]`.
         scale: The sizes relative to which they may differ by rounding, `[numbers]`.
 
@@ -144,9 +144,9 @@ def compare_numbers(strategy: Strategy, own: np.ndarray, scale: np.ndarray) -> t
     """
     if not len(own):  # TensorFlow cannot reduce nothing
         return own, False
-    means = np.asarray(strategy.all_reduce_sum(own.tolist())) / strategy.num_workers
+    means = np.asarray(job.sum(own.tolist())) / job.num_workers
     differs = bool(np.any(np.abs(own - means) > _LARGEST_DIFFERENCE * scale))
-    (num_differing,) = strategy.all_reduce_sum([float(differs)])
+    (num_differing,) = job.sum([float(differs)])
     return means, bool(num_differing)
 
 

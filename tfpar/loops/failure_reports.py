@@ -59,9 +59,9 @@ def reported(
                 "devices. Call it outside, or in `with tape.stop_recording():`."
             )
         try:
-            with _explaining_ends(method.__name__), self.strategy.reported():
-                meetings.meet(self.strategy, method.__name__)
-            with turns.Turn(), self.strategy.reported():
+            with _explaining_ends(method.__name__), self.strategy.job.reported():
+                meetings.meet(self.strategy.job, method.__name__)
+            with turns.Turn(), self.strategy.job.reported():
                 return method(self, *args, **kwargs)
         except tf.errors.AlreadyExistsError as error:  # such as the file of a cache
             raise type(error)(error.node_def, error.op, data.cause_of(error)) from error

@@ -194,7 +194,7 @@ class FitLoop:
 
     def _end_epoch(self, last: bool) -> None:
         decision = self._decide(may_save=True)
-        learning_rates.check_equal(self._model, self._strategy)
+        learning_rates.check_equal(self._model, self._strategy.job)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
         self._position = Position(self._position.epoch + 1, 0, *self._epoch_iterator.next_epoch(), decision.stop)
         if last or decision.stop or decision.interrupted or decision.save:

@@ -16,10 +16,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpar.job import Job, is_raised_on_all_workers
 from tfpar.loops.meetings import VOTE, Held, meet
 from tfpar.loops.read_order import ReadOrder
 from tfpar.strategies import Strategy
-from tfpar.strategies.multi_worker.consensus import is_raised_on_all_workers
 
 
 class HeldErrors:
@@ -29,16 +29,16 @@ class HeldErrors:
     worker errors are raised at once.
 
     Args:
-        strategy: The strategy, whose workers vote.
+        job: The workers, which vote.
         read_order: The batches that this worker has read, which the workers compare with each vote; None for none.
 
     Attributes:
         read_order: The same.
     """
 
-    def __init__(self, strategy: Strategy, read_order: ReadOrder | None = None) -> None:
-        self._strategy = strategy
-        self.read_order = read_order or ReadOrder(strategy)
+    def __init__(self, job: Job, read_order: ReadOrder | None = None) -> None:
+        self._job = job
+        self.read_order = read_order or ReadOrder(job)
         self._held: Held | None = None
 
     @property
@@ -56,7 +56,7 @@ class HeldErrors:
         try:
             yield
         except Exception as error:
-            if self._strategy.num_workers == 1 or is_raised_on_all_workers(error):
+            if self._job.num_workers == 1 or is_raised_on_all_workers(error):
                 raise
             self._held = self._held or Held(what, error)
 
@@ -74,7 +74,7 @@ class HeldErrors:
         summaries = self.read_order.summaries()
         try:
             own, self._held = self._held, None
-            sums = meet(self._strategy, VOTE, [*summaries, *votes], own)
+            sums = meet(self._job, VOTE, [*summaries, *votes], own)
         except tf.errors.OpError:
             if own is not None:  # the others do not vote: it ended a hook in which they communicate
                 raise own.error from None
@@ -105,7 +105,7 @@ class HeldCallbacks:
         read_order: ReadOrder | None = None,
     ) -> None:
         self._list, self._strategy, self._saved = callback_list, strategy, saved
-        self.errors = HeldErrors(strategy, read_order)
+        self.errors = HeldErrors(strategy.job, read_order)
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:

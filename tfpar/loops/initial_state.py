@@ -35,13 +35,14 @@ def broadcast_initial_state(
     if strategy.num_workers == 1:
         restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)
         return restored or (position, {})
-    strategy.require_equal({"the model": model_state.describe(model), "its settings": equal_workers.settings_of(model)})
-    with strategy.raising_on_all_workers("Reading a checkpoint"):
+    facts = {"the model": model_state.describe(model), "its settings": equal_workers.settings_of(model)}
+    strategy.job.require_equal(facts)
+    with strategy.job.vote("Reading a checkpoint"):
         checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
-    resumes, epoch = strategy.all_reduce_sum([checkpoint is not None, position.epoch if strategy.is_chief else 0])
+    resumes, epoch = strategy.job.sum([checkpoint is not None, position.epoch if strategy.is_chief else 0])
     callbacks: dict[str, Any] = {}
     if resumes and checkpoints is not None:
-        blob = strategy.broadcast(checkpoint)
+        blob = strategy.job.broadcast(checkpoint)
         position, callbacks = checkpoints.load(model, blob, strategy.assign, strategy.assign_parts)
     else:
         _broadcast(model, strategy)
@@ -57,20 +58,20 @@ def share_weights(model: keras.Model, strategy: Strategy) -> None:
         model: A built model.
         strategy: The strategy of the workers.
     """
-    if strategy.num_workers > 1 and equal_workers.weights_differ(strategy, model):
+    if strategy.num_workers > 1 and equal_workers.weights_differ(strategy.job, model):
         _broadcast(model, strategy)
 
 
 def _broadcast(model: keras.Model, strategy: Strategy) -> None:
     for variables in model_state.packs(model):
-        chiefs = strategy.broadcast(model_state.to_bytes(variables) if strategy.is_chief else None)
+        chiefs = strategy.job.broadcast(model_state.to_bytes(variables) if strategy.is_chief else None)
         model_state.assign_bytes(variables, chiefs, strategy.assign)
 
 
 def _check_equal(model: keras.Model, strategy: Strategy) -> None:
     digest = model_state.digest(model)
-    chiefs = strategy.broadcast(digest.encode()).decode()
-    (num_differing,) = strategy.all_reduce_sum([digest != chiefs])
+    chiefs = strategy.job.agree(digest)
+    (num_differing,) = strategy.job.sum([digest != chiefs])
     if num_differing:
         raise RuntimeError(
             f"All workers must begin with the chief's weights, and {int(num_differing)} of {strategy.num_workers} "

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from tfpar.checkpoint import model_state
+from tfpar.job import Job
 from tfpar.loops import equal_workers
 from tfpar.strategies import Strategy
 
@@ -84,26 +85,26 @@ def read(model: keras.Model) -> Rates:
     return {name: float(rate.numpy()) for name, rate in _variables(model).items()}
 
 
-def check_equal(model: keras.Model, strategy: Strategy) -> None:
+def check_equal(model: keras.Model, job: Job) -> None:
     """Refuse workers whose learning rates differ; all workers must call this.
 
     With sharded optimizer state each worker updates its part by its own rate, and the weights stay equal.
 
     Args:
         model: A built and compiled model.
-        strategy: The strategy of the workers.
+        job: The workers.
 
     Raises:
         RuntimeError: If they differ; on every worker.
     """
-    if strategy.num_workers == 1:
+    if job.num_workers == 1:
         return
     own = np.array([float(rate.numpy()) for rate in _variables(model).values()])
-    means, differ = equal_workers.compare_numbers(strategy, own, own)
+    means, differ = equal_workers.compare_numbers(job, own, own)
     if differ:
         number = np.argmax(np.abs(own - means))
         raise RuntimeError(
-            f"All workers must train with one learning rate, and it is {own[number]:g} on worker {strategy.rank} and "
+            f"All workers must train with one learning rate, and it is {own[number]:g} on worker {job.rank} and "
             f"{means[number]:g} in the mean of all. Change it in a callback of every worker, by a value that all of "
             "them have."
         )

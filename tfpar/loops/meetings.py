@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfpar.strategies import Strategy
-from tfpar.strategies.multi_worker.consensus import raised_on_all_workers
+from tfpar.job import Job, raised_on_all_workers
 
 VOTE = "none"  # no method, but the vote inside of one
 _PLACES = (VOTE, "fit", "evaluate", "predict", "build")
@@ -35,11 +34,11 @@ class Held(NamedTuple):
     error: Exception
 
 
-def meet(strategy: Strategy, place: str, values: Sequence[float] = (), held: Held | None = None) -> np.ndarray:
+def meet(job: Job, place: str, values: Sequence[float] = (), held: Held | None = None) -> np.ndarray:
     """Return the sums of numbers over all workers, all of which must be at the same place.
 
     Args:
-        strategy: The strategy of the workers.
+        job: The workers.
         place: The method of a trainer that this worker begins, or `VOTE` inside of one.
         values: The numbers of this worker.
         held: An error of this worker, which ends the job.
@@ -48,15 +47,15 @@ def meet(strategy: Strategy, place: str, values: Sequence[float] = (), held: Hel
         ValueError: If workers are at different places, or another worker has an error; on every worker.
         Exception: The held error.
     """
-    most = _MAX_VALUES + strategy.num_workers
+    most = _MAX_VALUES + job.num_workers
     assert len(values) <= most
-    frame = np.zeros(1 + most + strategy.num_workers)
+    frame = np.zeros(1 + most + job.num_workers)
     frame[0] = held is not None
     frame[1 : 1 + len(values)] = values
-    frame[1 + most + strategy.rank] = _PLACES.index(place)
-    sums = strategy.all_reduce_sum(frame.tolist())
+    frame[1 + most + job.rank] = _PLACES.index(place)
+    sums = job.sum(frame.tolist())
     if sums[0] > 0:
-        with strategy.raising_on_all_workers(None if held is None else held.what):
+        with job.vote(None if held is None else held.what):
             if held is not None:
                 raise held.error
     places = [_PLACES[int(number)] for number in sums[1 + most :]]

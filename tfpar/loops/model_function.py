@@ -33,7 +33,7 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
     """
     keras_functions.trace_again_after_moves()
     name = None if isinstance(build_model, keras.Model) else "The model function"
-    with turns.Turn(kept=True), strategy.raising_on_all_workers(name):
+    with turns.Turn(kept=True), strategy.job.vote(name):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
         strategy.move_model(model)
     if model_scopes.noted_strategy(model) is not None:

@@ -103,7 +103,7 @@ def _with_new_trainer(
     model: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> Any:
     strategy: Strategy = model_scopes.noted_strategy(model)
-    meetings.meet(strategy, _ON_BATCH.get(name, name))
+    meetings.meet(strategy.job, _ON_BATCH.get(name, name))
     kept_trainer(model, make_trainer)
     return getattr(model, name)(*arguments, **settings)
 

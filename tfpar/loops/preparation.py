@@ -39,7 +39,7 @@ class Preparation:
         self._model, self._strategy = model, strategy
         self._compiled = StepFunctions(model, strategy, fused)
         self.kernels = self._compiled.kernels
-        self._read_order = ReadOrder(strategy)
+        self._read_order = ReadOrder(strategy.job)
 
     def prepare_loop(
         self,
@@ -62,7 +62,7 @@ class Preparation:
             The iterator and the compiled loop.
         """
         method = "fit" if kind == "train" else "evaluate"
-        with self._strategy.raising_on_all_workers():
+        with self._strategy.job.vote():
             model_checks.check_compiled(self._model, method)
             model_checks.check_steps(self._model, method)
             model_checks.check_loop(self._model, method)
@@ -80,14 +80,14 @@ class Preparation:
         self._check_data(dataset, distributed, epoch_iterator)
         self._check_gradients(training)  # the batch may have created weights
         if training:
-            with self._strategy.raising_on_all_workers():
+            with self._strategy.job.vote():
                 model_checks.check_trained(self._model)
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
         if training:
             self._compiled.check_trained()
         if source is not None and reused is None:
-            source.start(self._strategy.broadcast)
+            source.start(self._strategy.job.broadcast)
         self._study(batch, kind)
         return epoch_iterator, self._compiled.loop(kind, distributed)
 
@@ -118,7 +118,7 @@ class Preparation:
         if (
             training and self._in_parts
         ) or self._strategy.has_schedule:  # a pipeline times the backward pass of layers first
-            with self._strategy.raising_on_all_workers():
+            with self._strategy.job.vote():
                 model_checks.check_gradients(self._model, self._strategy.describe())
 
     def evaluation(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Any]:
@@ -129,7 +129,7 @@ class Preparation:
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
         """Return an iterator over a distributed dataset and the compiled prediction of one batch; build the model."""
-        with self._strategy.raising_on_all_workers():
+        with self._strategy.job.vote():
             model_checks.check_steps(self._model, "predict")
             whole = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
             if not isinstance(self._strategy, SingleDevice):
@@ -146,23 +146,23 @@ class Preparation:
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
         """Count the examples of the first batch, and refuse workers whose data differ."""
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
-        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
+        equal_workers.check_data(self._strategy.job, dataset, epoch_iterator)
         if (digest := self._strategy.digest(epoch_iterator.peek())) is not None:
             self._read_order.note(0, [digest])
-            self._read_order.compare(self._strategy.all_reduce_sum(self._read_order.summaries()))
+            self._read_order.compare(self._strategy.job.sum(self._read_order.summaries()))
 
     def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return self._strategy.has_more(upcoming, distributed)
 
         def check_end(end: str) -> None:
-            self._strategy.require_equal({"the end of the data": end})
+            self._strategy.job.require_equal({"the end of the data": end})
 
         return EpochIterator(
             distributed.dataset,
             steps,
             has_more,
-            raising_on_all_workers=self._strategy.raising_on_all_workers,
+            vote=self._strategy.job.vote,
             check_end=check_end if distributed.unknown_end else None,
             **settings,
         )
@@ -187,26 +187,26 @@ class Preparation:
             sample_weight: As for `data.as_dataset`.
             **settings: As for `data.as_dataset`.
         """
-        with self._strategy.raising_on_all_workers():
+        with self._strategy.job.vote():
             return data.as_dataset(x, y, sample_weight, **settings)
 
     def _build(self, epoch_iterator: EpochIterator, distributed: Distributed, kind: str) -> Any:
-        with self._strategy.raising_on_all_workers():
+        with self._strategy.job.vote():
             batch = self._strategy.local_batch(epoch_iterator.peek())
             inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
             model_checks.check_inputs(self._model, inputs)
             if kind != "predict":
                 model_checks.check_targets(self._model, targets)
         # Workers with different shapes would create different variables, and wait for each other without end.
-        self._strategy.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
+        self._strategy.job.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
         self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope
-        with self._strategy.raising_on_all_workers(), self._strategy.creation_scope():
+        with self._strategy.job.vote(), self._strategy.creation_scope():
             self._place(batch, kind)
             num_weights = len(self._model.variables)
             model_checks.build(self._model, batch, kind, self._strategy.creating_slots)
         self._strategy.move_model(self._model)  # a build may add metrics to the model
         if len(self._model.variables) != num_weights:  # or layers of compute_loss
-            with self._strategy.raising_on_all_workers(), self._strategy.creation_scope():
+            with self._strategy.job.vote(), self._strategy.creation_scope():
                 self._place(batch, kind)
         keras_weight_placement.place_rest(self._model)
         return batch
@@ -236,7 +236,7 @@ class Preparation:
     ) -> HeldCallbacks:
         """Return the callbacks of one `fit`, `evaluate` or `predict`."""
         steps, is_chief = epoch_iterator.steps_per_epoch, self._strategy.is_chief
-        with self._strategy.raising_on_all_workers("A callback"):
+        with self._strategy.job.vote("A callback"):
             saves = saves_models(callbacks, self._strategy.divides_state)
             found = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
         return HeldCallbacks(found, self._strategy, self._model if saves else None, self._read_order)

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from tfpar import data
+from tfpar.job import Job, raised_on_all_workers
 from tfpar.messages import user_warnings
-from tfpar.strategies import Strategy
-from tfpar.strategies.multi_worker.consensus import raised_on_all_workers
 
 _RULE = "All workers must read the same global batches, of which each takes its part"
 _IN_ONE_ORDER = (
@@ -32,11 +31,11 @@ class ReadOrder:
     """Digests of the global batches that this worker has read since the last vote.
 
     Args:
-        strategy: The strategy of the workers.
+        job: The workers.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._first, self._digests = 0, np.zeros([0, data.NUM_NUMBERS])
         self._has_warned = False
 
@@ -52,10 +51,10 @@ class ReadOrder:
 
     def summaries(self) -> list[float]:
         """Return a number for each worker, to be summed over all workers: that of this one, and 0 for the others."""
-        found = [0.0] * self._strategy.num_workers
+        found = [0.0] * self._job.num_workers
         if not (self._has_warned and self._is_drawn()):
             content = hashlib.blake2b(self._digests.tobytes(), digest_size=_SUMMARY_BYTES).digest()
-            found[self._strategy.rank] = float(int.from_bytes(content))
+            found[self._job.rank] = float(int.from_bytes(content))
         return found
 
     def compare(self, summaries: np.ndarray) -> None:
@@ -85,7 +84,7 @@ class ReadOrder:
                 )
             )
         self._has_warned = True
-        if self._strategy.is_chief:
+        if self._job.is_chief:
             user_warnings.warn(
                 f"{_RULE}, and whether they do is unknown: the batches differ, and random operations may change every "
                 f"tensor of them, as in mixup. {_IN_ONE_ORDER}."
@@ -96,12 +95,12 @@ class ReadOrder:
 
     def _first_differences(self, own: np.ndarray) -> tuple[np.ndarray, bool]:
         """Return the first step of each worker that differs from the chief's, and whether random numbers may be why."""
-        chiefs = np.frombuffer(self._strategy.broadcast(own.tobytes())).reshape(-1, data.NUM_NUMBERS)
+        chiefs = np.frombuffer(self._job.broadcast(own.tobytes())).reshape(-1, data.NUM_NUMBERS)
         size = min(len(own), len(chiefs))
         is_equal = np.isclose(own[:size], chiefs[:size], _ROUNDING, _ROUNDING).all(1)
         differing = [*np.flatnonzero(~is_equal), *range(size, max(len(own), len(chiefs)))]
-        message = np.zeros(self._strategy.num_workers + 1)
-        message[self._strategy.rank] = self._first + 1 + differing[0] if differing else 0
+        message = np.zeros(self._job.num_workers + 1)
+        message[self._job.rank] = self._first + 1 + differing[0] if differing else 0
         message[-1] = own[:, 0].any()
-        *steps, num_drawn = self._strategy.all_reduce_sum(message.tolist())
+        *steps, num_drawn = self._job.sum(message.tolist())
         return np.where(np.equal(steps, 0), np.inf, steps), num_drawn > 0

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfpar import cluster, data
 from tfpar._compat import random_state
 from tfpar.full_precision import full_precision
+from tfpar.job import UserMessage
 from tfpar.loops import memory_errors
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings
@@ -68,7 +69,7 @@ def measure(make_trainer: MakeTrainer, make_strategy: Callable[[], Strategy]) ->
 
 
 def measure_one_device(
-    make_trainer: MakeTrainer, device: str, explain: data.UserMessage = lambda error: None
+    make_trainer: MakeTrainer, device: str, explain: UserMessage = lambda error: None
 ) -> tuple[ModelFacts, Measured | Failed]:
     """Return the facts of a model, and its measured step on one device.
 
@@ -95,7 +96,7 @@ def measure_one_device(
 
 
 @contextlib.contextmanager
-def as_python_errors(explain: data.UserMessage = lambda error: None) -> Iterator[None]:
+def as_python_errors(explain: UserMessage = lambda error: None) -> Iterator[None]:
     """Raise an error of TensorFlow as one sentence.
 
     Args:
@@ -143,7 +144,7 @@ def _laps(run: Callable[[int], float], strategy: Strategy) -> tuple[float, ...]:
     """Return the seconds of a step in several laps, of as many steps on all workers."""
     run(1)  # the first steps are slower
     seconds = run(1)
-    (seconds,) = strategy.all_reduce_sum([seconds if strategy.is_chief else 0.0])
+    (seconds,) = strategy.job.sum([seconds if strategy.is_chief else 0.0])
     num_steps = max(1, round(LAP_SECONDS / seconds))
     num_laps = round(ALL_LAPS_SECONDS / (num_steps * seconds))
     return tuple(run(num_steps) / num_steps for _ in range(min(_MOST_LAPS, max(_LEAST_LAPS, num_laps))))

@@ -52,7 +52,7 @@ def _measured(file: str, devices: Sequence[str]) -> dict[str, Any]:
     run = config.load(file)
 
     def make_trainer(strategy: strategies.Strategy) -> tuple[Any, first_batches.FirstBatches]:
-        with strategy.raising_on_all_workers(f"The constructor of {run.trainer}"):
+        with strategy.job.vote(f"The constructor of {run.trainer}"):
             trainer = user_trainer.make_trainer(run, strategy)
         return trainer, first_batches.read(run_data.training_batches(run, trainer))
 

@@ -126,7 +126,7 @@ def _program(plan: Plan) -> str:
     return f"python -m tfpar.launch --num_workers {plan.best.layout.num_workers}{hosts} -- -m tfpar.train"
 
 
-def _hosts(job: tf_config.Job) -> list[str]:
+def _hosts(job: tf_config.JobConfig) -> list[str]:
     return list(dict.fromkeys(shlex.quote(tf_config.split_address(address)[0]) for address in job.addresses))
 
 

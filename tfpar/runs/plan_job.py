@@ -28,7 +28,7 @@ class OtherWorkers:
         ValueError: If a worker runs something else.
     """
 
-    def __init__(self, job: tf_config.Job, form_seconds: float) -> None:
+    def __init__(self, job: tf_config.JobConfig, form_seconds: float) -> None:
         self._lines = {rank: _Lines(one) for rank, one in _connections(job, form_seconds).items()}
         self._addresses = job.addresses
 
@@ -59,7 +59,7 @@ class OtherWorkers:
                 lines.write("")
 
 
-def follow(job: tf_config.Job, form_seconds: float) -> None:
+def follow(job: tf_config.JobConfig, form_seconds: float) -> None:
     """Measure what the chief says until it has its plan.
 
     Args:
@@ -79,7 +79,7 @@ def follow(job: tf_config.Job, form_seconds: float) -> None:
         lines.write(_DONE)
 
 
-def _connections(job: tf_config.Job, form_seconds: float) -> dict[int, socket.socket]:
+def _connections(job: tf_config.JobConfig, form_seconds: float) -> dict[int, socket.socket]:
     connections: dict[int, socket.socket] = {}
     rendezvous.connect_workers(job, form_seconds, connections.__setitem__, "plan")
     return connections

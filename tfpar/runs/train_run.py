@@ -92,9 +92,9 @@ def _train(
             f"--trace times the actions of a pipeline, received {strategy.describe()}: record its steps with "
             "--profile 5, or leave it out."
         )
-    strategy.user_message = functools.partial(data.user_message, settings=run.data)
+    strategy.job.user_message = functools.partial(data.user_message, settings=run.data)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
-    strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
+    strategy.job.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
     if _is_finished(run, directory, strategy):
         return True
     checkpoints = Checkpoints(
@@ -106,7 +106,7 @@ def _train(
     broken = directory.broken() if strategy.is_chief else []
     position = checkpoints.position() if strategy.is_chief else None
     _check_batch_size(choice.run, strategy)
-    with strategy.raising_on_all_workers(f"The constructor of {run.trainer}"):
+    with strategy.job.vote(f"The constructor of {run.trainer}"):
         trainer = make_trainer(choice.run, strategy)
     _check_model(run, trainer)
     if strategy.is_chief:
@@ -121,7 +121,7 @@ def _train(
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
     """Return on every worker whether the chief's folder holds the finished run."""
     results = directory.finished(run) if strategy.is_chief else None
-    (is_finished,) = strategy.all_reduce_sum([results is not None])
+    (is_finished,) = strategy.job.sum([results is not None])
     if results is not None:
         print(summary.already_trained(directory, results))
     return bool(is_finished)
@@ -207,7 +207,7 @@ def _fit_and_save(
             _require_folder(directory, trainer)
         raise
     if trainer.interrupted:
-        trainer.strategy.barrier()
+        trainer.strategy.job.barrier()
         _print_interruption(directory, trainer, watch.kept_in)
         reporter.end(events.INTERRUPTED)
         return False
@@ -219,7 +219,7 @@ def _fit_and_save(
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
             _save(directory, trainer, results, reporter, profile)
-    trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
+    trainer.strategy.job.barrier()  # a worker that leaves before the chief has written its files counts as lost
     _print_report(run, directory, trainer, results)
     return True
 
@@ -269,8 +269,8 @@ def _save(
 def _print_report(run: config.Run, directory: RunDirectory, trainer: RunTrainer, results: dict[str, float]) -> None:
     """Call the trainer's own report on all workers, as it may predict, and print the chief's."""
     strategy = trainer.strategy
-    shared = json.loads(strategy.broadcast(json.dumps(results).encode() if strategy.is_chief else None))
-    errors, report = HeldErrors(strategy), None
+    shared = json.loads(strategy.job.broadcast(json.dumps(results).encode() if strategy.is_chief else None))
+    errors, report = HeldErrors(strategy.job), None
     try:
         with errors.held(f"The method report of {run.trainer}"):
             report = report_of(trainer, shared)

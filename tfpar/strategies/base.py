@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
+from tfpar.job import Job
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
 from tfpar.reduction.verdict import Verdict
@@ -42,15 +44,11 @@ class Strategy(abc.ABC):
     home: tf.distribute.Strategy | None = None
     devices: Sequence[Any]
     num_replicas: int
-    num_workers: int = 1
-    rank: int = 0
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
     compiles_with_xla: bool = True
     # Whether jit_compile="auto" may mean XLA, which then compiles steps or passes as a whole.
     chooses_xla: bool = False
-    # Returns a sentence for the other workers about an error of the data; None for other errors.
-    user_message: data.UserMessage = staticmethod(lambda error: None)
     # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
     divides_state: bool = False
     # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
@@ -59,10 +57,25 @@ class Strategy(abc.ABC):
     # Runs a failed step on an element again to find its error; None where TensorFlow reports it.
     step_again: Callable[[keras.Model, str, Any], None] | None = None
 
+    @functools.cached_property
+    def job(self) -> Job:
+        """The workers that train the model, of which this process is one."""
+        return Job()
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self.job.num_workers
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return self.job.rank
+
     @property
     def is_chief(self) -> bool:
         """Whether this process decides for all workers and writes files."""
-        return self.rank == 0
+        return self.job.is_chief
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a user builds a model for this strategy; its `fit` is that of a trainer.
@@ -292,45 +305,3 @@ class Strategy(abc.ABC):
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Set a variable so that it reads as `value`."""
         variable.assign(value)
-
-    def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
-        """Return the sums of numbers over all workers, which must all call this; outside of a step."""
-        return np.asarray(values, "float64")
-
-    def barrier(self) -> None:
-        """Return when all workers have called this method; outside of a step."""
-        self.all_reduce_sum([0.0])
-
-    def broadcast(self, message: bytes | None) -> bytes:
-        """Return the chief's message on every worker; all workers must call this, outside of a step.
-
-        Args:
-            message: The message of the chief; ignored on the other workers.
-        """
-        assert message is not None
-        return message
-
-    def raising_on_all_workers(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which workers check their own data and settings; an error of one is raised on all.
-
-        Inside it no communication between workers may follow a statement that can raise, except another such context.
-
-        Args:
-            what: What runs inside, for the message on the other workers; None for the message of the error alone.
-        """
-        return contextlib.nullcontext()
-
-    def reported(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a failure of TensorFlow on one worker alone is an error on all, with its reason."""
-        return contextlib.nullcontext()
-
-    def require_equal(self, facts: dict[str, str]) -> None:
-        """Refuse workers that differ in a property, such as a version; all workers must call this.
-
-        Args:
-            facts: The properties as texts, by name.
-
-        Raises:
-            ValueError: If a worker's text differs from the chief's; on every worker.
-        """
-        return  # there is one worker

@@ -159,7 +159,7 @@ class DataParallel(DividesState):
         if self.num_replicas == 1:
             return
         if kind != "predict" and objective.objectives_of(model):
-            with self.raising_on_all_workers():
+            with self.job.vote():
                 objective.check(model, batch)
         else:
             self._study(model, batch, kind, runs)
@@ -169,10 +169,10 @@ class DataParallel(DividesState):
 
     def _study(self, model: keras.Model, batch: Any, kind: str, runs: ReplicaRuns) -> None:
         engine = self._engine(kind)
-        with self.raising_on_all_workers():
+        with self.job.vote():
             verdict, gathered = study(model, batch, kind, engine)
         agreed = self._agreed(verdict)
-        with self.raising_on_all_workers():
+        with self.job.vote():
             if agreed.gathered != verdict.gathered:
                 _, gathered = study(model, batch, kind, engine, agreed.gathered)
         runs.note(model, agreed, gathered, kind)

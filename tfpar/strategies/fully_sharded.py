@@ -21,6 +21,7 @@ import keras
 from tfpar import cluster, data
 from tfpar._compat import keras_variables
 from tfpar.cluster import tf_config
+from tfpar.job import Job
 from tfpar.messages.number_format import three_digits
 from tfpar.messages.reasons import message_of
 from tfpar.pipeline import schedule as schedules
@@ -57,7 +58,8 @@ class FullySharded(Staged):
     has_schedule = False
 
     def __init__(self, devices: Sequence[str], title: str = "Mirrored over", watch: WorkerWatch | None = None) -> None:
-        self._title, self._watch = title, watch
+        self._title = title
+        self.job = _ExplainingJob(reported=None if watch is None else watch.reported)
         settings = Settings("parameters", recompute=False, memory_limit_bytes=None, allow_batch_dependent_layers=False)
         schedule = schedules.on_one_device(1).replicated(len(devices))
         super().__init__(settings, schedule, devices, shards_weights=True)
@@ -104,15 +106,16 @@ class FullySharded(Staged):
             gradient_bytes=sum(map(num_bytes, model.trainable_variables)),
         )
 
-    def raising_on_all_workers(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which an error about stages says what they are here."""
+
+class _ExplainingJob(Job):
+    """The job of a process that uses all devices, whose errors about stages say what they are here."""
+
+    def vote(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
         return _explained()
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Return a context in which an error about stages is explained, and one about a lost worker names it."""
-        watched = contextlib.nullcontext() if self._watch is None else self._watch.reported(self.user_message)
-        with _explained(), watched:
+        with _explained(), super().reported():
             yield
 
 

@@ -12,7 +12,7 @@ from tfpar.messages.received import quoted
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-def refuse_evaluator(job: tf_config.Job | None, name: str) -> None:
+def refuse_evaluator(job: tf_config.JobConfig | None, name: str) -> None:
     """Refuse to train in the evaluator of a job, which no other process waits for.
 
     Args:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from tfpar import data
 from tfpar._compat import tf_function
 from tfpar.cluster import reachability, tf_config
 from tfpar.cluster.other_worker_error import LOST
 from tfpar.config.sections import A_WEEK_SECONDS
+from tfpar.job import UserMessage
 
 # Errors that TensorFlow raises on the other workers after the loss of one.
 OF_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
@@ -52,7 +52,7 @@ def check_seconds(form_seconds: float, silence_seconds: float) -> None:
 
 @contextlib.contextmanager
 def naming_lost_workers(
-    user_message: data.UserMessage, known: Callable[[], WorkerLostError | None] = lambda: None
+    user_message: UserMessage, known: Callable[[], WorkerLostError | None] = lambda: None
 ) -> Iterator[None]:
     """Raise `WorkerLostError` for TensorFlow's errors after the loss of another worker inside this context.
 

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 
 from tfpar import cluster
 from tfpar.cluster import tf_config
+from tfpar.job import Job
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
@@ -127,6 +128,7 @@ class Pipeline(Staged):
             order = schedules.make(schedule, num_stages, num_microbatches, number)
             check_seconds(form_seconds, silence_seconds)
             self.lent, self.watch = _lent_devices(job, form_seconds, silence_seconds)
+            self.job = Job(reported=self.watch.reported)
             super().__init__(settings, order, self._devices_across(order.num_devices, devices))
             return
         # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
@@ -166,10 +168,6 @@ class Pipeline(Staged):
         """The devices of the pipeline; those of other workers with their rank."""
         return list(map(remote_devices.label, self.devices))
 
-    def reported(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the loss of a worker with stages is an error that names it."""
-        return contextlib.nullcontext() if self.watch is None else self.watch.reported(self.user_message)
-
 
 def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
     """Return the stages of each replica of a strategy in words, with the devices of one replica or of all."""
@@ -184,7 +182,7 @@ def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
 
 
 def _lent_devices(
-    job: tf_config.Job | None, form_seconds: float, silence_seconds: float
+    job: tf_config.JobConfig | None, form_seconds: float, silence_seconds: float
 ) -> tuple[grid_devices.LentDevices, WorkerWatch]:
     """Return the devices of all workers of a job, and the watch over the workers.
 

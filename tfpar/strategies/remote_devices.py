@@ -46,7 +46,7 @@ class RemoteDevices(NamedTuple):
     watch: WorkerWatch
 
 
-def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float, strategy: str) -> RemoteDevices:
+def connect(job: tf_config.JobConfig, form_seconds: float, silence_seconds: float, strategy: str) -> RemoteDevices:
     """Connect the processes of a job; return on the chief the devices of each.
 
     A later call in the chief returns the same devices. The other processes lend theirs in this call, and end with the
@@ -98,7 +98,9 @@ def label(device: str) -> str:
     return f"{worker}{spec.device_type}:{spec.device_index}"
 
 
-def _lend(job: tf_config.Job, spec: tf.train.ClusterSpec, names: Sequence[str], pings: heartbeats.Pings) -> NoReturn:
+def _lend(
+    job: tf_config.JobConfig, spec: tf.train.ClusterSpec, names: Sequence[str], pings: heartbeats.Pings
+) -> NoReturn:
     """Lend the devices of this process to the chief until its end.
 
     Raises:
@@ -142,7 +144,7 @@ def _forward_signals(pings: heartbeats.Pings) -> None:
         signal.signal(number, stop)
 
 
-def _wait_for_servers(job: tf_config.Job, seconds: float, watch: WorkerWatch) -> None:
+def _wait_for_servers(job: tf_config.JobConfig, seconds: float, watch: WorkerWatch) -> None:
     deadline = time.monotonic() + seconds
     while problems := reachability.problems(job.peers, _POLL_SECONDS):
         if time.monotonic() > deadline:
@@ -156,7 +158,7 @@ def _wait_for_servers(job: tf_config.Job, seconds: float, watch: WorkerWatch) ->
             raise error
 
 
-def _confined(job: tf_config.Job) -> contextlib.AbstractContextManager[None]:
+def _confined(job: tf_config.JobConfig) -> contextlib.AbstractContextManager[None]:
     """Restrict the server of this process to the loopback where all workers are on this machine."""
     return loopback.server_confined(job.addresses[job.rank]) if job.is_on_loopback else contextlib.nullcontext()
 

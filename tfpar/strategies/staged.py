@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -109,8 +108,8 @@ class Staged(SingleReplica):
             settings.recompute,
             settings.memory_limit_bytes,
             settings.allow_batch_dependent_layers,
-            self.raising_on_all_workers,
-            None if peers is None else self._agree,
+            self.job.vote,
+            None if peers is None else self.job.agree,
             other_orders,
             shards_weights=shards_weights,
             groups=self._groups,
@@ -176,7 +175,7 @@ class Staged(SingleReplica):
         Raises:
             ValueError: If the model cannot be divided, a layer is batch-dependent, or one is in a `keras.RematScope`.
         """
-        with self.raising_on_all_workers():
+        with self.job.vote():
             data.check_same_inputs(self._present, model, batch)
             if training:
                 _check_no_scope(model)
@@ -191,7 +190,7 @@ class Staged(SingleReplica):
             self._planner.stages_of(model),
             schedule.num_microbatches * self.num_workers,
             self._planner.other_stage_devices(model),
-            None if self._peers is None else self._agree,
+            None if self._peers is None else self.job.agree,
         )
         self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
         self._steps[model].keep_first(batch, training)
@@ -233,7 +232,7 @@ class Staged(SingleReplica):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
-        with turns.Turn(), self.step_context(), self.reported(), self._revealed(model, batch):
+        with turns.Turn(), self.step_context(), self.job.reported(), self._revealed(model, batch):
             return predict_step_time(
                 self._planner.partition_of(model),
                 steps,
@@ -299,12 +298,12 @@ class Staged(SingleReplica):
             return
         accepts = self.settings.allow_batch_dependent_layers
         engine = Engine(WORDS_OF_STAGES, gathers=False, adds_states=self._adds_states, accepts_mixing=accepts)
-        with self.raising_on_all_workers(), tf.device(self.devices[0]), random_state.stand_in_generator():
+        with self.job.vote(), tf.device(self.devices[0]), random_state.stand_in_generator():
             if training and not accepts:
                 check_synchronized(model)
             verdict, _ = study(model, batch, kind, engine)
         if self._peers is not None:
-            verdict = Verdict.of_json(self._agree(verdict.to_json()))
+            verdict = Verdict.of_json(self.job.agree(verdict.to_json()))
         if kind != "predict":
             self._steps[model].compiler.losses.verdicts[training] = verdict
             cost = self._cost_of_order(model) if training and verdict.takes_whole_loss else ""
@@ -379,10 +378,6 @@ class Staged(SingleReplica):
     def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
         """Return what `_local` does, as if the local batch were the global batch; no message to other workers."""
         return self._local(element)
-
-    def _agree(self, value: Any) -> Any:
-        """Return the chief's value of a JSON structure."""
-        return json.loads(self.broadcast(json.dumps(value).encode()))
 
 
 def _check_no_scope(model: keras.Model) -> None:

@@ -20,8 +20,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from tfpar import data
 from tfpar.cluster import heartbeats, open_sockets, tf_config
+from tfpar.job import UserMessage
 from tfpar.strategies.lost_workers import WorkerLostError, error_of, naming_lost_workers
 
 _SHUT_DOWN_SECONDS = 0.2  # between two passes: gRPC connects again
@@ -43,7 +43,9 @@ class WorkerWatch:
         silence_seconds: The time without a heartbeat after which a worker counts as failed.
     """
 
-    def __init__(self, job: tf_config.Job, connections: Mapping[int, socket.socket], silence_seconds: float) -> None:
+    def __init__(
+        self, job: tf_config.JobConfig, connections: Mapping[int, socket.socket], silence_seconds: float
+    ) -> None:
         of_addresses = {job.addresses[rank]: connection for rank, connection in sorted(connections.items())}
         self._answers = heartbeats.Answers(of_addresses, silence_seconds, _stop)
         self._others = open_sockets.endpoints(job.peers)
@@ -79,7 +81,7 @@ class WorkerWatch:
             self._num_calls -= 1
 
     @contextlib.contextmanager
-    def reported(self, user_message: data.UserMessage) -> Iterator[None]:
+    def reported(self, user_message: UserMessage) -> Iterator[None]:
         """Raise `WorkerLostError` for the loss of a worker inside this context.
 
         Args:

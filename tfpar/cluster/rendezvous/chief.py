@@ -12,7 +12,7 @@ import time
 from tfpar.cluster import job_secret
 from tfpar.cluster.rendezvous import messages
 from tfpar.cluster.rendezvous.messages import Keep
-from tfpar.cluster.tf_config import Job, split_address
+from tfpar.cluster.tf_config import JobConfig, split_address
 
 _HELLO_SECONDS = 5.0  # from the connection to the worker's line
 _MOST_STRANGERS = 128  # connections without a proof yet
@@ -49,7 +49,7 @@ class Rendezvous:
         strategy: The strategy that the chief creates.
     """
 
-    def __init__(self, job: Job, secret: bytes, listeners: list[socket.socket], strategy: str) -> None:
+    def __init__(self, job: JobConfig, secret: bytes, listeners: list[socket.socket], strategy: str) -> None:
         self._job, self._secret, self._listeners, self._strategy = job, secret, listeners, strategy
         self._strangers: list[Connection] = []  # the oldest first
         self._workers: dict[int, Connection] = {}
@@ -186,7 +186,9 @@ class Rendezvous:
         )
 
 
-def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None, strategy: str = "") -> messages.Outcome:
+def gather(
+    job: JobConfig, seconds: float, secret: bytes, keep: Keep | None = None, strategy: str = ""
+) -> messages.Outcome:
     """Wait as the chief for all workers, and send the missing addresses to those that are connected.
 
     Args:
@@ -207,7 +209,7 @@ def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None, st
         return Rendezvous(job, secret, listeners, strategy).run(seconds, keep)
 
 
-def listening(job: Job, rank: int = 0) -> list[socket.socket]:
+def listening(job: JobConfig, rank: int = 0) -> list[socket.socket]:
     """Return sockets that listen on the port of a worker: on the loopback for a local job, else on all addresses.
 
     TensorFlow later listens on all IPv6 and IPv4 addresses of the machine too.

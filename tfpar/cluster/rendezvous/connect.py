@@ -12,7 +12,7 @@ from tfpar.cluster.rendezvous.messages import Keep, Outcome
 _MOST_ASKED, _ASK_SECONDS = 16, 2.0
 
 
-def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None, strategy: str = "") -> None:
+def connect_workers(job: tf_config.JobConfig, seconds: float, keep: Keep | None = None, strategy: str = "") -> None:
     """Wait until all workers of a job are connected; every worker must call it.
 
     Args:
@@ -30,7 +30,7 @@ def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None
         OSError: If the chief's port is taken.
 
     Example:
-        >>> connect_workers(tf_config.Job(("localhost:2222",), rank=0, role="chief"), seconds=300)
+        >>> connect_workers(tf_config.JobConfig(("localhost:2222",), rank=0, role="chief"), seconds=300)
     """
     secret = job_secret.from_environment(os.environ)
     if job.num_workers == 1:
@@ -57,7 +57,7 @@ def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None
         )
 
 
-def _named(job: tf_config.Job, found: Outcome) -> str:
+def _named(job: tf_config.JobConfig, found: Outcome) -> str:
     """Return missing addresses, each with the reason why the chief, or a worker without the chief, cannot connect."""
     reasons = found.reasons
     if job.rank == 0:

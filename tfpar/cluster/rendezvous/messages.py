@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tfpar.cluster import job_secret
-from tfpar.cluster.tf_config import Job
+from tfpar.cluster.tf_config import JobConfig
 
 # Takes the rank of another worker, and the open connection to it.
 Keep = Callable[[int, socket.socket], None]
@@ -118,7 +118,7 @@ def answer(missing: list[str], challenges: Challenges, secret: bytes, difference
     return f"{job_secret.proof(secret, 'chief', *challenges, text)} {text}\n".encode()
 
 
-def read_answer(line: bytes, challenges: Challenges, job: Job, secret: bytes) -> Outcome | None:
+def read_answer(line: bytes, challenges: Challenges, job: JobConfig, secret: bytes) -> Outcome | None:
     """Return what the chief found; None if its proof is invalid."""
     claimed, _, text = line.decode(errors="replace").removesuffix("\n").partition(" ")
     if not job_secret.is_proof(claimed, secret, "chief", *challenges, text):
@@ -138,7 +138,7 @@ def read_answer(line: bytes, challenges: Challenges, job: Job, secret: bytes) ->
     return Outcome(missing, difference=Difference(*difference)) if _is_difference(difference, job) else None
 
 
-def _is_difference(found: object, job: Job) -> bool:
+def _is_difference(found: object, job: JobConfig) -> bool:
     match found:
         case [int(rank), str(strategy), str(chiefs)] if not isinstance(rank, bool):
             names = (re.fullmatch(_STRATEGY, one) for one in (strategy, chiefs))

@@ -8,7 +8,7 @@ import time
 
 from tfpar.cluster import job_secret, reachability
 from tfpar.cluster.rendezvous import messages
-from tfpar.cluster.tf_config import Job, split_address
+from tfpar.cluster.tf_config import JobConfig, split_address
 
 _RETRY_SECONDS = 0.1
 _GREETING_SECONDS = 5.0  # a chief sends its greeting at once
@@ -16,7 +16,7 @@ _ANSWER_SECONDS = 5.0  # the chief's answer may arrive this long after the worke
 
 
 def report(
-    job: Job, seconds: float, secret: bytes, keep: messages.Keep | None = None, strategy: str = ""
+    job: JobConfig, seconds: float, secret: bytes, keep: messages.Keep | None = None, strategy: str = ""
 ) -> messages.Outcome:
     """Connect to the chief, and wait for its answer.
 
@@ -56,7 +56,7 @@ def report(
 
 
 def _ask(
-    connection: socket.socket, job: Job, secret: bytes, ends_seconds: float, remark: str, strategy: str
+    connection: socket.socket, job: JobConfig, secret: bytes, ends_seconds: float, remark: str, strategy: str
 ) -> tuple[messages.Outcome | None, str]:
     """Return the chief's answer, None without one, and the remark for the error.
 
@@ -79,7 +79,7 @@ def _ask(
     return found, remark
 
 
-def _refusal(job: Job) -> str:
+def _refusal(job: JobConfig) -> str:
     return (
         f"{job_secret.VARIABLE} must be the same for all workers, and the chief at {job.addresses[0]} refused "
         f"worker {job.rank}. Set one value and install one version of tfpar for all workers, and check that no "

@@ -78,12 +78,12 @@ class DividedState(abc.ABC):
         # By number: automatic names count the models of a process.
         rows = (f"weight {number} {tuple(one.shape)} of owner {owners[id(one)]}" for number, one in enumerate(weights))
         table = "\n".join(rows)
-        self._worker.require_equal({"owners of the optimizer's state": table})
+        self._worker.job.require_equal({"owners of the optimizer's state": table})
         if self._begins_with_weights.get(model):
             arrays = (np.ascontiguousarray(weight.numpy()).data for weight in weights)
             digests = (hashlib.sha256(array).hexdigest()[:12] for array in arrays)
             found = "\n".join(f"weight {number}: {digest}" for number, digest in enumerate(digests))
-            self._worker.require_equal({"the initial weights, with which the optimizer's state begins": found})
+            self._worker.job.require_equal({"the initial weights, with which the optimizer's state begins": found})
             self._begins_with_weights[model] = False
         tf_replica_memory.send_swapped_weights(model, self.send_weights)
 
@@ -117,10 +117,10 @@ class DividedState(abc.ABC):
         All workers must call this.
         """
         owners, updates = self.owners(model), objective.updates_of(model)
-        with self._worker.raising_on_all_workers():
+        with self._worker.job.vote():
             for optimizer, _ in updates:
                 keras_divided_state.check(optimizer)
-        self._worker.require_equal({"built optimizers": str([optimizer.built for optimizer, _ in updates])})
+        self._worker.job.require_equal({"built optimizers": str([optimizer.built for optimizer, _ in updates])})
         for optimizer, _ in updates:
             slots = keras_divided_state.slots_of_weights(optimizer) if optimizer.built else []
             for slot, weight in slots:
@@ -131,7 +131,7 @@ class DividedState(abc.ABC):
 
     def _place(self, slot: keras.Variable, owner: int) -> None:
         value = tf_replica_memory.memories(slot)[0].numpy()
-        message = self._worker.broadcast(value.tobytes() if self._worker.is_chief else None)
+        message = self._worker.job.broadcast(value.tobytes() if self._worker.is_chief else None)
         if self._is_here(owner):
             self._move(slot, owner)
             slot.assign(np.frombuffer(message, value.dtype).reshape(value.shape))

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_distribute
+from tfpar.job import UserMessage, is_raised_on_all_workers
 from tfpar.messages.received import MAX_SENTENCE, excerpt
 from tfpar.strategies.lost_workers import OF_LOST_WORKER, WorkerLostError, lost_worker
-from tfpar.strategies.multi_worker.consensus import is_raised_on_all_workers
 
 _REPORTED = re.compile(r"Worker \d+ \(\S*\) failed: .*?(?=\\n|\n|$)")
 
@@ -33,7 +33,7 @@ class Failures:
     def __init__(self, rank: int, address: str) -> None:
         self._worker = f"Worker {rank} ({address})"
 
-    def sentence(self, error: tf.errors.OpError, user_message: data.UserMessage) -> str:
+    def sentence(self, error: tf.errors.OpError, user_message: UserMessage) -> str:
         """Return the sentence for other workers about an error of this worker.
 
         Args:
@@ -44,7 +44,7 @@ class Failures:
         return f"{self._worker} failed: {excerpt(cause, MAX_SENTENCE)}"
 
     @contextlib.contextmanager
-    def reported(self, user_message: data.UserMessage) -> Iterator[None]:
+    def reported(self, user_message: UserMessage) -> Iterator[None]:
         """Report an error of TensorFlow inside this context to all workers, and raise those of other workers.
 
         After a report no worker can communicate any more.

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
+from tfpar.job import Job
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
@@ -27,7 +28,7 @@ from tfpar.strategies.multi_worker import preflight, timelines
 from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_shards import StageShards
 from tfpar.strategies.multi_worker.stage_sums import StageSums
-from tfpar.strategies.multi_worker.worker import Worker
+from tfpar.strategies.multi_worker.worker import Worker, config_of_job
 from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.strategies.pipeline import Pipeline, describe_stages
 from tfpar.strategies.staged import Staged
@@ -118,21 +119,21 @@ class Hybrid(Worker, Staged):
         if self._lent is not None:
             self._check_all_reduce(all_reduce)
             orders = grid_devices.across_workers(num_replicas, pipeline.schedule.num_devices, self._lent, given)
-            self.addresses = self._lent.addresses[:1]
+            self.job = Job(self._lent.addresses[:1], reported=None if self._watch is None else self._watch.reported)
             super().__init__(pipeline.settings, schedule, orders[0], other_orders=orders[1:])
             return
-        job = self._take_place()
-        starts = self.num_workers == 1
+        job = config_of_job(type(self).__name__)
+        is_alone = job is None or job.num_workers == 1
         per_replica = pipeline.schedule.num_devices * pipeline.settings.num_shards
-        names = grid_devices.on_this_machine(num_replicas, per_replica, given, starts=starts)
+        names = grid_devices.on_this_machine(num_replicas, per_replica, given, starts=is_alone)
         peers = None
-        if self.num_workers > 1:
+        if job is not None and not is_alone:
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             name = preflight.named("Hybrid", shard)
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds, name)
             grid = f"{num_replicas} x {schedule.num_stages} stages on {len(names)} devices"
             facts = {"shard": str(shard), "grid": grid, "layout": str(pipeline.settings.layout)}
-            peers = self._meet(names, facts, all_reduce)
+            peers = self._meet(job, names, facts, all_reduce)
             if shard is not None:
                 self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
         super().__init__(pipeline.settings, schedule, names, peers)
@@ -146,10 +147,12 @@ class Hybrid(Worker, Staged):
                 "the gradients of a weight are added on its device. Leave it out."
             )
 
-    def _meet(self, names: Sequence[str], facts: dict[str, str], all_reduce: AllReduce) -> StageSums:
+    def _meet(
+        self, job: tf_config.JobConfig, names: list[str], facts: dict[str, str], all_reduce: AllReduce
+    ) -> StageSums:
         """Set up the communication between the workers, and refuse those that differ in a fact of the grid."""
         own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
-        self._connect(own[0], facts)
+        self._connect(job.addresses, job.rank, own[0], facts)
         chosen = self._agreed_all_reduce(all_reduce, names)
         full_names = [device.to_string() for device in own]
         return StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
@@ -223,10 +226,6 @@ class Hybrid(Worker, Staged):
         """The devices of this process, or of all workers with their rank."""
         return list(map(remote_devices.label, self.devices)) if self._lent is not None else super().device_names
 
-    def reported(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the loss of a worker is an error that names it."""
-        return super().reported() if self._watch is None else self._watch.reported(self.user_message)
-
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Measure when each action of a step runs, on every worker; all workers must call it.
 
@@ -244,7 +243,7 @@ class Hybrid(Worker, Staged):
         if self.num_workers == 1:
             return own
         message = timelines.to_bytes(own)
-        found = [self._consensus.broadcast_from(rank, message) for rank in range(self.num_workers)]
+        found = [self.job.broadcast(message, rank) for rank in range(self.num_workers)]
         return timelines.joined(list(map(timelines.from_bytes, found)), self.schedule_of(model).num_microbatches)
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,7 +128,7 @@ def named(kind: str, shard: str | None) -> str:
 
 
 def form_cluster(
-    job: tf_config.Job | None,
+    job: tf_config.JobConfig | None,
     devices: Sequence[str] | None,
     form_seconds: float,
     silence_seconds: float,
@@ -179,21 +178,11 @@ def form_cluster(
 
 
 def _begin_confined(
-    begin: Callable[[], tf.distribute.MultiWorkerMirroredStrategy], job: tf_config.Job
+    begin: Callable[[], tf.distribute.MultiWorkerMirroredStrategy], job: tf_config.JobConfig
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Form the cluster of a job on this machine with TensorFlow's server on the loopback only."""
     with tf_server.starting_without_lock(), loopback.server_confined(job.addresses[job.rank]):
         return begin()
-
-
-def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """Return the properties in which two workers differ, each with its first different line."""
-    found = []
-    for name in chiefs:
-        pairs = itertools.zip_longest(chiefs[name].splitlines(), theirs.get(name, "").splitlines(), fillvalue="")
-        if different := next(((a.strip(), b.strip()) for a, b in pairs if a != b), None):
-            found.append(f"{name} ({different[1]!r:.80} instead of {different[0]!r:.80})")
-    return found
 
 
 def versions() -> dict[str, str]:

@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_divided_state
+from tfpar.job import PIECE_BYTES
 from tfpar.strategies.multi_worker.collectives import Group
-from tfpar.strategies.multi_worker.consensus import PIECE_BYTES
 from tfpar.strategies.multi_worker.worker import Worker
 
 Lent = list[tuple[Any, np.ndarray]]
@@ -41,7 +41,7 @@ def gathered(
     """
     with contextlib.ExitStack() as stack:
         file: IO[bytes] | None = None
-        with worker.raising_on_all_workers("Gathering the optimizer's state"):
+        with worker.job.vote("Gathering the optimizer's state"):
             if worker.is_chief:
                 file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
         yield _gather(slots, worker, hosts, file)
@@ -59,7 +59,7 @@ def _gather(slots: Sequence[Any], worker: Worker, hosts: Group, file: IO[bytes] 
                     file.write(piece)
             except OSError as error:
                 failure = error  # the other workers send their pieces
-    with worker.raising_on_all_workers("Gathering the optimizer's state"):
+    with worker.job.vote("Gathering the optimizer's state"):
         if failure is not None:
             raise failure
         return [] if file is None else _arrays(in_order, file)

@@ -30,7 +30,7 @@ from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Gro
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
-from tfpar.strategies.multi_worker.worker import Worker
+from tfpar.strategies.multi_worker.worker import Worker, addresses_of, config_of_job
 from tfpar.strategies.multi_worker.worker_shards import WorkerShards
 from tfpar.strategies.optimizer_shards import Shard
 from tfpar.study.outputs import BatchDependentLayers
@@ -130,11 +130,13 @@ class MultiWorker(Worker, DataParallel):
             pack_bytes, compression, sync, every, average_optimizer, batch_dependent_layers, shard
         )
         name = preflight.named("MultiWorker", shard)
-        strategy = preflight.form_cluster(self._take_place(), devices, form_seconds, silence_seconds, name)
+        job = config_of_job(type(self).__name__)
+        strategy = preflight.form_cluster(job, devices, form_seconds, silence_seconds, name)
         self._all_reduce, self._compression = all_reduce, compression
         self._averaging = LocalSGD(every, average_optimizer) if sync == "average" else None
         self.steps_multiple = every
-        self._join(strategy, pack_bytes, batch_dependent_layers, options)
+        rank = 0 if job is None else job.rank
+        self._join(strategy, addresses_of(job), rank, pack_bytes, batch_dependent_layers, options)
         if shard is not None and self.num_replicas > 1:
             self._shards = WorkerShards(self, strategy, self._replicas, self._hosts, pack_bytes)
             self.divides_state = self.num_workers > 1
@@ -144,15 +146,15 @@ class MultiWorker(Worker, DataParallel):
         """Wrap a `tf.distribute.MultiWorkerMirroredStrategy` in whose scope a model was built."""
         worker = cls.__new__(cls)
         job = tf_config.from_environment(os.environ)
-        worker.addresses = job.addresses if job is not None else ("localhost:0",)
-        worker.num_workers, worker.rank = len(worker.addresses), tf_distribute.worker_index(strategy)
         worker._all_reduce, worker._compression, worker._averaging = "auto", None, None
-        worker._join(strategy, PACK_BYTES, "refuse", {})
+        worker._join(strategy, addresses_of(job), tf_distribute.worker_index(strategy), PACK_BYTES, "refuse", {})
         return worker
 
     def _join(
         self,
         strategy: tf.distribute.MultiWorkerMirroredStrategy,
+        addresses: tuple[str, ...],
+        rank: int,
         pack_bytes: int,
         batch_dependent_layers: BatchDependentLayers,
         options: dict[str, str],
@@ -160,7 +162,7 @@ class MultiWorker(Worker, DataParallel):
         """Set up the communication between the workers, whose options must be equal."""
         super().__init__(strategy, pack_bytes, batch_dependent_layers)
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
-        self._connect(self.devices[0], {"number of devices": str(len(self.devices)), **options})
+        self._connect(addresses, rank, self.devices[0], {"number of devices": str(len(self.devices)), **options})
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = self._agreed_all_reduce(self._all_reduce, self.device_names)
@@ -170,7 +172,7 @@ class MultiWorker(Worker, DataParallel):
         self._num_rows: PerModel[float] = PerModel()
         # Processors of different models round matmuls differently: then every worker receives the reduced sum.
         processor = sufficient_factors.processor()
-        differ = self.all_reduce_sum([processor != self.broadcast(processor.encode()).decode()])[0]
+        differ = self.job.sum([processor != self.job.agree(processor)])[0]
         self._uses_factors = self.num_replicas > 1 and sufficient_factors.are_used(
             [device.device_type for device in self.devices], differ == 0, tf_determinism.is_enabled(), self._bandwidth
         )
@@ -178,7 +180,7 @@ class MultiWorker(Worker, DataParallel):
     def _bandwidth(self) -> float:
         """Return the bytes per second of an all-reduce, as the chief measures it."""
         measured = sufficient_factors.bandwidth(self._replicas, self._num_local_replicas)
-        return float(self.broadcast(str(measured).encode()))
+        return float(self.job.agree(measured))
 
     def _reduce(self, gradient: Any, replica: int) -> Any:
         """Sum a gradient over all replicas; concatenate the rows of indexed slices, of which there are few."""
@@ -246,7 +248,7 @@ class MultiWorker(Worker, DataParallel):
         if self._shards is not None and kind == "train":
             self._shards.prepare(model)
         super().study(model, batch, kind)
-        (self._num_rows[model],) = self.all_reduce_sum([float(data.num_rows(batch))])
+        (self._num_rows[model],) = self.job.sum([float(data.num_rows(batch))])
 
     def _engine(self, kind: str) -> Engine:
         # With local SGD a replica trains on its own examples, also in layers that mix them.
@@ -255,10 +257,10 @@ class MultiWorker(Worker, DataParallel):
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Return the chief's verdict, or what follows from those of all workers where they differ."""
         message = verdict.to_json().encode()
-        if self._consensus.first(Verdict.of_json(self.broadcast(message).decode()) != verdict) is None:
+        if self.job.first(Verdict.of_json(self.job.broadcast(message).decode()) != verdict) is None:
             return verdict
         ranks = range(self.num_workers)
-        chiefs, *others = (Verdict.of_json(self._consensus.broadcast_from(rank, message).decode()) for rank in ranks)
+        chiefs, *others = (Verdict.of_json(self.job.broadcast(message, rank).decode()) for rank in ranks)
         return chiefs.merged(others)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
