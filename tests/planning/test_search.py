@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tfpar.layout import Layout
 from tfpar.planning.candidates import candidates, not_considered
 from tfpar.planning.fitting import least_bytes
-from tfpar.planning.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.order import relative_step
 from tfpar.planning.plan import Devices, Measured, Plan

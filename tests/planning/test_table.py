@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from tfpar.planning.layout import Layout
+from tfpar.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Devices, Measured, NotMeasured, Plan, ranked
 

@@ -20,7 +20,17 @@ from tests import ROOT
 COMMANDS = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
 # A module imports from the packages on its own rung or on those above it. A sub-package has a separate place.
 LADDER = [
-    ["_compat", "files", "full_precision", "host_sizes", "kernels", "messages", "per_model", "pipeline.schedule"],
+    [
+        "_compat",
+        "files",
+        "full_precision",
+        "host_sizes",
+        "kernels",
+        "layout",
+        "messages",
+        "per_model",
+        "pipeline.schedule",
+    ],
     ["xla_choice"],
     ["callbacks", "commands", "config", "data.batching"],
     ["__main__", "cluster", "data.sharding"],

@@ -11,7 +11,7 @@ import pytest
 from tests.support import command
 from tests.support.command import settings
 from tfpar import config
-from tfpar.planning.layout import Layout
+from tfpar.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Devices, Measured, NotMeasured, Plan, ranked
 from tfpar.runs import stored_plans

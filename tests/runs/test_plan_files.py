@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tfpar import config
-from tfpar.planning.layout import Layout
+from tfpar.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Devices, Measured, Plan, ranked
 from tfpar.runs.plan_devices import PlanDevices

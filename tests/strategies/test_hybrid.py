@@ -41,7 +41,7 @@ def test_it_is_described_in_one_line() -> None:
 
 def test_the_word_for_what_one_process_does_anyway_is_taken_and_described() -> None:
     pipeline = tfpar.Pipeline(1, 2, devices=["CPU:0"])
-    described = "Hybrid of 1 replica of 1 stage on CPU:0, 2 micro-batches, 1f1b, optimizer state sharded"
+    described = "Hybrid of 1 stage on CPU:0, 2 micro-batches, 1f1b, optimizer state sharded"
     assert tfpar.Hybrid(pipeline, shard="optimizer").describe() == described
 
 

@@ -284,7 +284,7 @@ def train_unreadable(first: int) -> None:
             return tf.ones([4]) * tf.cast(number, tf.float32), tf.ones([1])
 
     strategy = tfpar.MultiWorker(["CPU:0"])
-    strategy.user_message = functools.partial(tfpar.data.user_message, settings=config.Data())
+    strategy.job.user_message = functools.partial(tfpar.data.user_message, settings=config.Data())
     fit(strategy, one_layer, tf.data.Dataset.range(40).map(read).batch(8))
 
 

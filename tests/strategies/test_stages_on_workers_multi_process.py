@@ -56,7 +56,7 @@ def describe() -> str:
 
 
 def test_each_worker_names_itself_and_its_grid(job: workers.Job) -> None:
-    grid = "1 replica of 2 stages on (CPU:0 CPU:1), 2 micro-batches, 1f1b"
+    grid = "2 stages on CPU:0, CPU:1, 2 micro-batches, 1f1b"
     assert job.run(describe) == [f"Hybrid over 2 workers; this is worker {rank}, {grid}" for rank in (0, 1)]
 
 
@@ -154,8 +154,8 @@ def describe_shards() -> list[str]:
 
 @pytest.mark.extended
 def test_each_worker_names_its_grid_of_shards(job_of_4: workers.Job) -> None:
-    stages = "1 replica of 2 stages of 2 shards on (CPU:0 CPU:1 CPU:2 CPU:3), 2 micro-batches, 1f1b"
-    shards = "2 replicas of 1 stage of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), 1 micro-batch, 1f1b"
+    stages = "2 stages of 2 shards on CPU:0, CPU:1, CPU:2, CPU:3, 2 micro-batches, 1f1b"
+    shards = "2 replicas of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3)"
     sharded = f"{shards}, optimizer state sharded"
     for rank, described in enumerate(job_of_4.run(describe_shards)):
         assert described == [

@@ -217,17 +217,21 @@ def cross_field_problems(run: Run) -> list[str]:
 
 def _training_problems(run: Run) -> Iterator[str]:
     training, callbacks, strategy = run.training, run.callbacks, run.strategy
-    num_replicas = strategy_section.num_replicas(strategy)
+    layout = strategy_section.layout_of(strategy)
+    num_microbatches = layout.num_replicas * layout.num_microbatches
     size = f"training.global_batch_size = {training.global_batch_size}"
-    if training.global_batch_size < strategy_section.num_microbatches(strategy):
-        number = "strategy.num_microbatches"
+    if layout.num_microbatches > 1 and training.global_batch_size < num_microbatches:
+        number = f"strategy.num_microbatches = {layout.num_microbatches}"
         if isinstance(strategy, Hybrid):
-            number = f"strategy.num_replicas * {number} = {strategy.num_replicas} * {strategy.num_microbatches}"
-        else:
-            number = f"{number} = {strategy_section.num_microbatches(strategy)}"
+            number = (
+                f"strategy.num_replicas * strategy.num_microbatches = {layout.num_replicas} * {layout.num_microbatches}"
+            )
         yield f"{size} is less than {number}: use fewer micro-batches."
-    if training.global_batch_size < num_replicas:
-        yield f"{size} is less than the number of replicas: set it to at least {num_replicas}, or use fewer devices."
+    elif training.global_batch_size < layout.num_replicas:
+        yield (
+            f"{size} is less than the number of replicas: set it to at least {layout.num_replicas}, or use fewer "
+            "devices."
+        )
     clips = [f"training.{key}" for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(training, key)]
     if len(clips) > 1:
         yield f"Only one way of clipping can apply, received {' and '.join(clips)}: keep one of them."

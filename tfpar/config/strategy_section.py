@@ -3,6 +3,7 @@
 A setting has the name, the type and the default of the argument of the strategy's constructor, which judges the value.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from tfpar.config import toml
 from tfpar.config.sections import A_WEEK_SECONDS, CHANGES_NO_WEIGHT, Count, OrNone, Section, Text
+from tfpar.layout import Layout, ScheduleName
 
 # A larger number is a mistake, and the attempt would take all memory or days.
 _DeviceCount = Annotated[int, Field(ge=1, le=4096)]
@@ -169,7 +171,7 @@ class Pipeline(_StrategySection):
     kind: Literal["pipeline"] = Field("pipeline", description="How the model is trained.")
     num_stages: _DeviceCount = Field(description="Number of stages.")
     num_microbatches: _MicrobatchCount = Field(description="Number of micro-batches of every global batch.")
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+    schedule: ScheduleName = Field(
         "1f1b", description="Order of the actions; interleaved: several stages on each device."
     )
     balance: Literal["time", "flops", "parameters", "memory"] | _LayerCounts | _LayerNames = Field(
@@ -268,30 +270,19 @@ Strategy = Annotated[
 ]
 
 
-def num_replicas(strategy: Strategy) -> int:
-    """Return the number of replicas that the settings name on one worker, 1 if they leave it open.
+def layout_of(strategy: Strategy) -> Layout:
+    """Return the layout that the settings name on one worker; one replica where they leave the devices open.
 
-    >>> num_replicas(Mirrored(num_logical_cpus=2))
+    >>> layout_of(Mirrored(num_logical_cpus=2)).num_replicas
     2
     """
-    if isinstance(strategy, SingleDevice | Pipeline):
-        return 1
-    if isinstance(strategy, TensorParallel):
-        return strategy.num_replicas
-    # The planner may use fewer logical CPUs.
-    num_logical_cpus = 1 if isinstance(strategy, Auto) else strategy.num_logical_cpus
-    return len(strategy.devices or ()) or num_logical_cpus
-
-
-def num_microbatches(strategy: Strategy) -> int:
-    """Return the number of micro-batches of a global batch, 1 without a pipeline.
-
-    >>> num_microbatches(Hybrid(num_replicas=2, num_stages=2, num_microbatches=8))
-    16
-    """
-    if not isinstance(strategy, Pipeline):
-        return 1
-    return strategy.num_microbatches * (strategy.num_replicas if isinstance(strategy, Hybrid) else 1)
+    own = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(Layout)
+           if field.name in type(strategy).model_fields}  # fmt: skip
+    if isinstance(strategy, Mirrored | MultiWorker):
+        own["num_replicas"] = len(strategy.devices or ()) or strategy.num_logical_cpus
+    elif isinstance(strategy, Auto):  # the planner may use fewer logical CPUs
+        own["num_replicas"] = len(strategy.devices or ()) or 1
+    return Layout(**own)
 
 
 # Settings that are no part of a layout; of one kind alone the others depend on the devices.

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from tfpar.planning.layout import Layout, Shard
+from tfpar.layout import Layout, Shard
 from tfpar.planning.model_facts import ModelFacts
 
 _MICROBATCHES_PER_STAGE = (1, 2, 4)

@@ -6,7 +6,7 @@ saved tensors                 the measured peak of a step on one device, divided
 
 from __future__ import annotations
 
-from tfpar.planning.layout import Layout
+from tfpar.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.reduction.weight_division import largest_first
 

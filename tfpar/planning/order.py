@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from tfpar.layout import Layout
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.schedule.simulator import Durations, simulate
-from tfpar.planning.layout import Layout
 
 CLOSE = 1.5  # a family whose fastest layout takes longer than this many times the fastest of all is left
 

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tfpar.layout import Layout
 from tfpar.planning import table
-from tfpar.planning.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 
 if TYPE_CHECKING:

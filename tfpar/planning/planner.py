@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from tfpar import cluster, config, data
 from tfpar.cluster import tf_config
+from tfpar.layout import Layout
 from tfpar.planning import first_batches, step_measurement
 from tfpar.planning.first_batches import FirstBatches
-from tfpar.planning.layout import Layout
 from tfpar.planning.plan import Devices, Measured, Plan
 from tfpar.planning.progress import progress
 from tfpar.planning.search import USUAL_BUDGET_SECONDS, Failed, Search, check_budget

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tfpar.layout import Layout
 from tfpar.messages.number_format import memory, three_digits
 from tfpar.planning.candidates import candidates, not_considered
 from tfpar.planning.fitting import least_bytes
-from tfpar.planning.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.order import CLOSE, next_layout
 from tfpar.planning.plan import Devices, Measured, NotMeasured, Plan, ranked

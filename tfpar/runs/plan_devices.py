@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfpar import cluster, config
-from tfpar.planning.layout import Layout
+from tfpar.layout import Layout
 
 
 class PlanDevices(NamedTuple):

@@ -7,7 +7,7 @@ import time
 
 from tfpar import config
 from tfpar.cluster import tf_config
-from tfpar.planning.layout import Layout
+from tfpar.layout import Layout
 from tfpar.planning.plan import Devices, Measured, Plan
 from tfpar.planning.progress import progress
 from tfpar.planning.search import Failed, Search

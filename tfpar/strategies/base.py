@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
 from tfpar.job import Job
+from tfpar.layout import Layout
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
 from tfpar.reduction.verdict import Verdict
@@ -42,6 +43,7 @@ class Strategy(abc.ABC):
 
     # The tf.distribute strategy of the weights; None for one device and for pipelines.
     home: tf.distribute.Strategy | None = None
+    layout: Layout
     devices: Sequence[Any]
     num_replicas: int
     steps_multiple: int = 1

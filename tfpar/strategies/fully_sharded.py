@@ -22,6 +22,7 @@ from tfpar import cluster, data
 from tfpar._compat import keras_variables
 from tfpar.cluster import tf_config
 from tfpar.job import Job
+from tfpar.layout import Layout
 from tfpar.messages.number_format import three_digits
 from tfpar.messages.reasons import message_of
 from tfpar.pipeline import schedule as schedules
@@ -58,7 +59,7 @@ class FullySharded(Staged):
     has_schedule = False
 
     def __init__(self, devices: Sequence[str], title: str = "Mirrored over", watch: WorkerWatch | None = None) -> None:
-        self._title = title
+        self._title, self.layout = title, Layout(len(devices), shard="weights")
         self.job = _ExplainingJob(reported=None if watch is None else watch.reported)
         settings = Settings("parameters", recompute=False, memory_limit_bytes=None, allow_batch_dependent_layers=False)
         schedule = schedules.on_one_device(1).replicated(len(devices))
@@ -66,8 +67,7 @@ class FullySharded(Staged):
 
     def describe(self) -> str:
         """Return one line with the devices of the replicas."""
-        replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
-        return f"{self._title} {replicas} on {', '.join(self.device_names)}, weights sharded"
+        return f"{self._title} {self.layout.describe(self.device_names)}"
 
     @property
     def device_names(self) -> list[str]:

@@ -11,12 +11,13 @@ import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar._compat import tf_distribute
+from tfpar.layout import Layout, Shard, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import replicas
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.fully_sharded import FullySharded, check_without_effect
-from tfpar.strategies.optimizer_shards import OptimizerShards, Shard, check_shard
+from tfpar.strategies.optimizer_shards import OptimizerShards
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
@@ -94,6 +95,7 @@ class Mirrored(DataParallel):
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         super().__init__(tf.distribute.MirroredStrategy(self.devices, operations), pack_bytes, batch_dependent_layers)
         self._shards = OptimizerShards(self._strategy) if shard is not None and self.num_replicas > 1 else None
+        self.layout = Layout(self.num_replicas, shard=None if self._shards is None else "optimizer")
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
@@ -104,13 +106,12 @@ class Mirrored(DataParallel):
         operations = _cross_device_ops("auto", mirrored.devices)
         is_used = tf_distribute.replace_default_all_reduce(strategy, operations)
         DataParallel.__init__(mirrored, strategy, default_pack_bytes(operations) if is_used else None)
+        mirrored.layout = Layout(mirrored.num_replicas)
         return mirrored
 
     def describe(self) -> str:
         """Return one line with the devices of the replicas."""
-        replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
-        sharded = ", optimizer state sharded" if self._shards is not None else ""
-        return f"Mirrored over {replicas} on {', '.join(self.devices)}{sharded}"
+        return f"Mirrored over {self.layout.describe(self.devices)}"
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""

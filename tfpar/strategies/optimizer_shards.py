@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -32,14 +32,6 @@ from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.weight_division import largest_first
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.base import Strategy
-
-Shard = Literal["optimizer", "weights"]
-
-
-def check_shard(shard: str | None, known: Sequence[str] = ("optimizer", "weights")) -> None:
-    """Raise ValueError unless a value says what to shard, one of the known values or None."""
-    if shard is not None and shard not in known:
-        raise ValueError(f"shard must be {', '.join(map(repr, known))} or None, received {shard!r}.")
 
 
 class OptimizerShards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, ParamSpec
 from tfpar import cluster
 from tfpar.cluster import tf_config
 from tfpar.job import Job
+from tfpar.layout import Layout, ScheduleName, check_count
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
@@ -94,7 +96,7 @@ class Pipeline(Staged):
         self,
         num_stages: int,
         num_microbatches: int,
-        schedule: str = "1f1b",
+        schedule: ScheduleName = "1f1b",
         balance: Balance | Sequence[int] | Sequence[str] = "time",
         devices: Sequence[str] | None = None,
         recompute: bool = False,
@@ -107,12 +109,11 @@ class Pipeline(Staged):
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_shards": num_shards}
+        self.layout = Layout(
+            1, num_stages, num_microbatches, schedule, recompute, None, num_shards, across_workers=across_workers
+        )
         if memory_limit_bytes is not None:
-            numbers["memory_limit_bytes"] = memory_limit_bytes
-        for name, value in numbers.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, received {value!r}.")
+            check_count("memory_limit_bytes", memory_limit_bytes)
         check_balance(balance, num_stages)
         _check_shards(num_shards, layout, memory_limit_bytes, across_workers=across_workers)
         job = tf_config.from_environment(os.environ)
@@ -126,6 +127,7 @@ class Pipeline(Staged):
             self.given_devices = None if devices is None else grid_devices.listed(devices)
             number = None if devices is None else len(devices)
             order = schedules.make(schedule, num_stages, num_microbatches, number)
+            self.layout = dataclasses.replace(self.layout, stages_per_device=num_stages // order.num_devices)
             check_seconds(form_seconds, silence_seconds)
             self.lent, self.watch = _lent_devices(job, form_seconds, silence_seconds)
             self.job = Job(reported=self.watch.reported)
@@ -136,11 +138,12 @@ class Pipeline(Staged):
         self.given_devices = chosen = None if devices is None else resolve(devices)
         groups = None if chosen is None else _num_groups(chosen, num_shards)
         order = schedules.make(schedule, num_stages, num_microbatches, groups)
+        self.layout = dataclasses.replace(self.layout, stages_per_device=num_stages // order.num_devices)
         super().__init__(settings, order, _devices(order, resolve(None), num_shards) if chosen is None else chosen)
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
-        return f"Pipeline of {describe_stages(self, self.device_names)}"
+        return f"Pipeline of {self.layout.describe(self.device_names)}"
 
     def _devices_across(self, number: int, devices: Sequence[str] | None) -> list[str]:
         assert self.lent is not None
@@ -167,18 +170,6 @@ class Pipeline(Staged):
     def device_names(self) -> list[str]:
         """The devices of the pipeline; those of other workers with their rank."""
         return list(map(remote_devices.label, self.devices))
-
-
-def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
-    """Return the stages of each replica of a strategy in words, with the devices of one replica or of all."""
-    one, shards = strategy.schedule.of_one_replica, strategy.settings.num_shards
-    return (
-        f"{one.num_stages} stage{'s' * (one.num_stages > 1)}{f' of {shards} shards' * (shards > 1)} on "
-        f"{', '.join(devices)}, "
-        f"{one.num_microbatches} micro-batch{'es' * (one.num_microbatches > 1)}, {one.name}"
-        + ", recomputing"
-        * strategy.settings.recompute
-    )
 
 
 def _lent_devices(

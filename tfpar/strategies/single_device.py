@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar._compat import keras_metrics, keras_model, keras_optimizer, keras_variables
+from tfpar.layout import Layout
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import metric_logs, objective
 from tfpar.reduction.losses import BatchWeights
@@ -34,6 +35,7 @@ class SingleDevice(SingleReplica):
     """
 
     chooses_xla = True
+    layout = Layout()
 
     @keyword_arguments.named
     def __init__(self, device: str | None = None) -> None:

@@ -5,10 +5,13 @@ The executor, the simulator, the pictures and the tests all read the same `Sched
 
 from __future__ import annotations
 
+from typing import get_args
+
+from tfpar.layout import ScheduleName
 from tfpar.pipeline.schedule import orders
 from tfpar.pipeline.schedule.actions import Action, Schedule
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+NAMES: tuple[str, ...] = get_args(ScheduleName)
 
 
 def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:

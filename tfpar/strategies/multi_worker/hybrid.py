@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from tfpar import data
 from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
 from tfpar.job import Job
+from tfpar.layout import check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
@@ -29,8 +31,7 @@ from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_shards import StageShards
 from tfpar.strategies.multi_worker.stage_sums import StageSums
 from tfpar.strategies.multi_worker.worker import Worker, config_of_job
-from tfpar.strategies.optimizer_shards import check_shard
-from tfpar.strategies.pipeline import Pipeline, describe_stages
+from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.staged import Staged
 from tfpar.strategies.tensor_parallel import TensorParallel
 from tfpar.strategies.tensor_parallel.replicated import check_num_replicas, replicas_of
@@ -111,8 +112,8 @@ class Hybrid(Worker, Staged):
     ) -> None:
         pipeline = _check(pipeline, num_replicas)
         check_shard(shard, ("optimizer",))
-        self._shard = shard
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
+        self.layout = dataclasses.replace(pipeline.layout, num_replicas=num_replicas, shard=shard)
         schedule = pipeline.schedule.replicated(num_replicas)
         given = pipeline.given_devices if devices is None else devices
         self._lent, self._watch = pipeline.lent, pipeline.watch
@@ -128,6 +129,9 @@ class Hybrid(Worker, Staged):
         names = grid_devices.on_this_machine(num_replicas, per_replica, given, starts=is_alone)
         peers = None
         if job is not None and not is_alone:
+            self.layout = dataclasses.replace(
+                self.layout, num_replicas=num_replicas * job.num_workers, num_workers=job.num_workers
+            )
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             name = preflight.named("Hybrid", shard)
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds, name)
@@ -160,19 +164,12 @@ class Hybrid(Worker, Staged):
     def describe(self) -> str:
         """Say in one line which devices run what."""
         if self._lent is not None:
-            return f"Hybrid of {self._stages(self._lent_devices())}"
-        size = self.schedule.num_devices * self.settings.num_shards
-        replicas = [self.devices[first : first + size] for first in range(0, len(self.devices), size)]
-        grid = [f"({' '.join(devices)})" if size > 1 else devices[0] for devices in replicas]
-        stages = self._stages(grid)
+            return f"Hybrid of {self.layout.describe(self._lent_devices())}"
+        of_worker = dataclasses.replace(self.layout, num_replicas=self.num_replicas, num_workers=1)
+        grid = of_worker.describe(of_worker.labels(self.devices))
         if self.num_workers == 1:
-            return f"Hybrid of {stages}"
-        return f"Hybrid over {self.num_workers} workers; this is worker {self.rank}, {stages}"
-
-    def _stages(self, devices: Sequence[str]) -> str:
-        sharded = ", optimizer state sharded" if self._shard is not None else ""
-        of_stages = describe_stages(self, devices)
-        return f"{self.num_replicas} replica{'s' * (self.num_replicas > 1)} of {of_stages}{sharded}"
+            return f"Hybrid of {grid}"
+        return f"Hybrid over {self.num_workers} workers; this is worker {self.rank}, {grid}"
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Divide the model into stages, and the slots of an optimizer that was built elsewhere over the workers."""
@@ -323,4 +320,4 @@ def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
 
 def _one_stage(shards: TensorParallel) -> Pipeline:
     """Return a pipeline of one stage, divided as the layers of a `TensorParallel`."""
-    return Pipeline(1, 1, devices=shards.given_devices, num_shards=shards.num_shards, layout=shards.layout)
+    return Pipeline(1, 1, devices=shards.given_devices, num_shards=shards.num_shards, layout=shards.rules)

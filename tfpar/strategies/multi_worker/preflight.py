@@ -15,8 +15,8 @@ from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.files.code_listing import code_listing
+from tfpar.layout import check_shard
 from tfpar.strategies.lost_workers import check_seconds, reason_of
-from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.study.outputs import check_choice
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from tfpar import data
 from tfpar._compat import keras_divided_state, tf_determinism, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
+from tfpar.layout import Layout, Shard
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
@@ -32,7 +34,6 @@ from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
 from tfpar.strategies.multi_worker.worker import Worker, addresses_of, config_of_job
 from tfpar.strategies.multi_worker.worker_shards import WorkerShards
-from tfpar.strategies.optimizer_shards import Shard
 from tfpar.study.outputs import BatchDependentLayers
 from tfpar.study.study import Engine
 
@@ -140,6 +141,7 @@ class MultiWorker(Worker, DataParallel):
         if shard is not None and self.num_replicas > 1:
             self._shards = WorkerShards(self, strategy, self._replicas, self._hosts, pack_bytes)
             self.divides_state = self.num_workers > 1
+            self.layout = dataclasses.replace(self.layout, shard="optimizer")
 
     @classmethod
     def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
@@ -163,6 +165,7 @@ class MultiWorker(Worker, DataParallel):
         super().__init__(strategy, pack_bytes, batch_dependent_layers)
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         self._connect(addresses, rank, self.devices[0], {"number of devices": str(len(self.devices)), **options})
+        self.layout = Layout(self.num_replicas, num_workers=self.num_workers)
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = self._agreed_all_reduce(self._all_reduce, self.device_names)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from tfpar.layout import check_shard
 from tfpar.per_model import PerModel
 from tfpar.reduction.gradient_addition import dense_parts
-from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.strategy import TensorParallel, devices_of
 from tfpar.strategies.tensor_parallel.table_copies import TableCopies, Tables, find_tables
@@ -40,7 +40,7 @@ class TensorParallelReplicas(TensorParallel):
         shard: Literal["optimizer"] | None = None,
     ) -> None:
         check_shard(shard, ("optimizer",))
-        super().__init__(strategy.num_shards, strategy.layout)
+        super().__init__(strategy.num_shards, strategy.rules)
         self._shard = shard
         self._take(devices_of(strategy.num_shards, num_replicas, devices))
         self._tables: PerModel[Tables] = PerModel()

@@ -20,6 +20,7 @@ from tfpar._compat import (
     random_state,
 )
 from tfpar.cluster import tf_config
+from tfpar.layout import Layout
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline.graph import tracing as model_graph
@@ -105,7 +106,8 @@ class TensorParallel(SingleReplica):
                 f"num_shards must be a whole number of at least 2, received {num_shards!r}. On one device, use "
                 "SingleDevice()."
             )
-        self.num_shards, self.layout, self.given_devices = num_shards, check_rules(layout), devices
+        self.num_shards, self.rules, self.given_devices = num_shards, check_rules(layout), devices
+        self.layout = Layout(num_shards=num_shards)
         self._take(devices_of(num_shards, 1, devices))
         self._divided: PerModel[DividedModel] = PerModel()
         self._known: PerModel[_State] = PerModel()
@@ -180,10 +182,10 @@ class TensorParallel(SingleReplica):
             return
         with random_state.stand_in_generator():
             graph = model_graph.trace(model, inputs, opens_blocks=True, symbolic_sizes=True)
-        layout = layout_of(model, graph, self.num_shards, self.layout)
+        layout = layout_of(model, graph, self.num_shards, self.rules)
         if not layout.weights:
             warn_of_nothing(model, layout.whole)
-        elif self.layout is None:
+        elif self.rules is None:
             warn_of_whole(model, graph.calls, layout.weights, layout.whole)
         owners = [list(map(keras_variables.full_name, devices)) for devices in self._owners]
         updates.place(model, layout.weights, updates.homes_of(model, layout, owners))
