@@ -97,10 +97,10 @@ def without_differences_by_design(strategy: Strategy) -> Iterator[list[str]]:
         if name not in names:
             names.append(name)
 
-    if strategy.batch_parts[0] == 1:
+    if strategy.engine.batch_parts[0] == 1:
         yield names
         return
-    with typical_draws.no_draws(note), _no_batch_statistics(note, of_synchronized=strategy.cuts_model):
+    with typical_draws.no_draws(note), _no_batch_statistics(note, of_synchronized=strategy.engine.cuts_model):
         yield names
 
 

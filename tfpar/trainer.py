@@ -107,7 +107,7 @@ class Trainer:
         dataset = self._preparation.batches(source, y, batch_size=batch_size, shuffle=shuffle)
         epoch_iterator, _ = self._preparation.prepare_loop(dataset, None, "train", self._built_with)
         self._built_with = (dataset, epoch_iterator)
-        return self.strategy.local_batch(epoch_iterator.peek())
+        return self.strategy.engine.local_batch(epoch_iterator.peek())
 
     def preview(self, x: Any, y: Any = None, batch_size: int | None = None) -> Preview:
         """Predict a step before training, from measurements on the first batch.
@@ -160,7 +160,7 @@ class Trainer:
             self.build(x, y, batch_size)
         except ValueError as error:
             return Study(title, refusal=message_of(error))
-        verdict = self.strategy.verdict(self.model)
+        verdict = self.strategy.engine.verdict(self.model)
         if verdict is None:
             return Study(title, (("everything", "one device", "computes the whole batch"),))
         return Study(title, tuple(rows_of(self.model, verdict)), verdict)
@@ -189,7 +189,7 @@ class Trainer:
             >>> trainer.compile(keras.optimizers.Adam(1e-5), "sparse_categorical_crossentropy")
             >>> trainer.fit(dataset)  # all layers
         """
-        with self.strategy.creation_scope():
+        with self.strategy.engine.creation_scope():
             self.model.compile(*arguments, **settings)
 
     @keyword_arguments.named
@@ -282,7 +282,7 @@ class Trainer:
         epoch_iterator.close()
         self.interrupted = fit_loop.was_interrupted
         if not self.interrupted and epochs > 0:
-            self.strategy.finalize_weights(self.model)
+            self.strategy.engine.finalize_weights(self.model)
         callback_list.on_train_end(logs)
         (is_signalled,) = callback_list.errors.vote([float(bool(signals))])
         equal_workers.check_weights(self.strategy.job, self.model)
@@ -381,7 +381,7 @@ class Trainer:
         path = Path(path)
         if path.suffix != ".keras":
             raise ValueError(f"The path must end with .keras, received {str(path)!r}. Name it {path.stem}.keras.")
-        with self.strategy.whole_state(self.model, path.absolute().parent):
+        with self.strategy.engine.whole_state(self.model, path.absolute().parent):
             if self.strategy.is_chief:
                 with atomic_file.new_by_path(path) as unfinished:
                     self.model.save(unfinished)

@@ -30,7 +30,7 @@ class NotCompiledError(Exception):
 ERRORS = (NotCompiledError, tf.errors.OpError)
 
 
-class _Strategy(Protocol):
+class _Engine(Protocol):
     chooses_xla: bool
 
     @property
@@ -55,15 +55,15 @@ def is_default(devices: Sequence[str]) -> bool:
     return all(name.startswith("GPU") for name in devices)
 
 
-def resolver(strategy: _Strategy) -> Callable[[keras.Model], int]:
+def resolver(engine: _Engine) -> Callable[[keras.Model], int]:
     """Return what `jit_compile="auto"` means for a model under a strategy, as a function of the model.
 
     Args:
-        strategy: Its devices decide, not those of the machine. Workers could not leave XLA out together in a step.
+        engine: Its devices decide, not those of the machine. Workers could not leave XLA out together in a step.
     """
 
     def resolve(model: keras.Model) -> int:
-        if not (strategy.chooses_xla and strategy.num_workers == 1 and is_default(strategy.device_names)):
+        if not (engine.chooses_xla and engine.num_workers == 1 and is_default(engine.device_names)):
             return False
         return keras_model.CHOSEN if _is_possible(model) else False
 
@@ -104,11 +104,11 @@ class Fallback:
 
     Args:
         model: A model for which XLA is chosen.
-        strategy: Its strategy.
+        engine: Runs its steps.
     """
 
-    def __init__(self, model: keras.Model, strategy: _Strategy) -> None:
-        self._model, self._strategy = model, strategy
+    def __init__(self, model: keras.Model, engine: _Engine) -> None:
+        self._model, self._engine = model, engine
         slots = [] if model.optimizer is None else [one for one in model.optimizer.variables if len(one.shape)]
         updated = {id(variable) for variable in (*model.trainable_variables, *slots)}
         others = [variable for variable in keras_variables.state(model) if id(variable) not in updated]
@@ -117,7 +117,7 @@ class Fallback:
     def leave_xla(self) -> None:
         """Set back what the failed step has changed; the next trace is without XLA."""
         for variable, value in self._values:
-            self._strategy.assign(variable, value)
+            self._engine.assign(variable, value)
         self._model.jit_compile = False
 
     def explain(self, error: Exception) -> None:

@@ -45,7 +45,7 @@ def step(device: str, source: ModelSource, dtype: str | None, start: Any) -> dic
     model: keras.Model = trainer.model
     weights, batch = start or (None, first_batch(dataset))
     batch = _cast(batch, dtype)
-    with strategy.creation_scope():
+    with strategy.engine.creation_scope():
         model_checks.build(model, batch, "train")
         weights = weights or model.get_weights()
         model.set_weights(weights)
@@ -80,8 +80,8 @@ def one_step(model: keras.Model, batch: Any, strategy: tfpar.SingleDevice) -> tu
     """Return the loss and the gradients; of a model of several losses, the loss of a step that updates its weights."""
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
     if objective.objectives_of(model):
-        return strategy.train_step(model, batch), {}
-    with strategy.creation_scope():
+        return strategy.engine.train_step(model, batch), {}
+    with strategy.engine.creation_scope():
         loss, _, gradients = forward_backward(model, inputs, targets, weights)
     pairs = zip(model.trainable_variables, gradients, strict=True)
     return loss, {variable.path: gradient for variable, gradient in pairs if gradient is not None}

@@ -52,7 +52,7 @@ def reported(
                 f"{method.__name__} runs steps from Python, and was called inside of a tf.function or a graph. Call it "
                 "outside; TensorFlow must not be in graph mode, as after tf.compat.v1.disable_eager_execution()."
             )
-        is_recordable = method.__name__ == "predict" and not self.strategy.cuts_model
+        is_recordable = method.__name__ == "predict" and not self.strategy.engine.cuts_model
         if len(self.strategy.device_names) > 1 and not is_recordable and tf_tapes.is_recording():
             raise RuntimeError(
                 f"{method.__name__} was called inside of a tf.GradientTape, which cannot record steps on several "
@@ -72,7 +72,7 @@ def reported(
                 raise type(error)(error.node_def, error.op, sentence) from error
             raise
         except tf.errors.CancelledError as error:
-            if not self.strategy.cuts_model:
+            if not self.strategy.engine.cuts_model:
                 raise
             raise type(error)(error.node_def, error.op, _OTHERS_CANCELLED) from error
         except tf.errors.ResourceExhaustedError as error:

@@ -190,7 +190,7 @@ class FitLoop:
         if self._epoch_iterator.end_epoch(step) and not decision.stop and self._strategy.is_chief:
             user_warnings.warn(data.RAN_OUT)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
-        return dict(logs or self._strategy.metric_results(self._model))
+        return dict(logs or self._strategy.engine.metric_results(self._model))
 
     def _end_epoch(self, last: bool) -> None:
         decision = self._decide(may_save=True)
@@ -204,8 +204,8 @@ class FitLoop:
         """Write a checkpoint at the chief; all workers take part."""
         if self._checkpoints is None:
             return
-        parts = self._strategy.metric_parts(self._model)
-        with self._strategy.whole_state(self._model, self._checkpoints.directory):
+        parts = self._strategy.engine.metric_parts(self._model)
+        with self._strategy.engine.whole_state(self._model, self._checkpoints.directory):
             if not self._strategy.is_chief:
                 return
             with self._callbacks.errors.held(_CHECKPOINT):

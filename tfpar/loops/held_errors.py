@@ -117,7 +117,7 @@ class HeldCallbacks:
         """Call the hook of the list, which may save a model."""
         with contextlib.ExitStack() as stack:
             if self._saved is not None:
-                stack.enter_context(self._strategy.whole_state(self._saved))
+                stack.enter_context(self._strategy.engine.whole_state(self._saved))
             self._call(self._list.on_epoch_end, *arguments)
 
     def __getattr__(self, name: str) -> Any:

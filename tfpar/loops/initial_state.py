@@ -33,7 +33,8 @@ def broadcast_initial_state(
         RuntimeError: If the workers' weights differ after the broadcast.
     """
     if strategy.num_workers == 1:
-        restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)
+        engine = strategy.engine
+        restored = None if checkpoints is None else checkpoints.restore(model, engine.assign, engine.assign_parts)
         return restored or (position, {})
     facts = {"the model": model_state.describe(model), "its settings": equal_workers.settings_of(model)}
     strategy.job.require_equal(facts)
@@ -43,7 +44,7 @@ def broadcast_initial_state(
     callbacks: dict[str, Any] = {}
     if resumes and checkpoints is not None:
         blob = strategy.job.broadcast(checkpoint)
-        position, callbacks = checkpoints.load(model, blob, strategy.assign, strategy.assign_parts)
+        position, callbacks = checkpoints.load(model, blob, strategy.engine.assign, strategy.engine.assign_parts)
     else:
         _broadcast(model, strategy)
         position = dataclasses.replace(position, epoch=int(epoch))
@@ -65,7 +66,7 @@ def share_weights(model: keras.Model, strategy: Strategy) -> None:
 def _broadcast(model: keras.Model, strategy: Strategy) -> None:
     for variables in model_state.packs(model):
         chiefs = strategy.job.broadcast(model_state.to_bytes(variables) if strategy.is_chief else None)
-        model_state.assign_bytes(variables, chiefs, strategy.assign)
+        model_state.assign_bytes(variables, chiefs, strategy.engine.assign)
 
 
 def _check_equal(model: keras.Model, strategy: Strategy) -> None:

@@ -68,12 +68,12 @@ class EpochBegin:
         variables = model_state.state_variables(self._model)
         for name, array in model_state.read_weights(self._model):
             if not np.array_equal(array, weights[name]):
-                self._strategy.assign(variables[name], weights[name])
+                self._strategy.engine.assign(variables[name], weights[name])
 
     def _assign(self, rates: Rates) -> None:
         variables = _variables(self._model)
         for name in variables.keys() & rates.keys():
-            self._strategy.assign(variables[name], rates[name])
+            self._strategy.engine.assign(variables[name], rates[name])
 
 
 def read(model: keras.Model) -> Rates:

@@ -35,10 +35,10 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
     name = None if isinstance(build_model, keras.Model) else "The model function"
     with turns.Turn(kept=True), strategy.job.vote(name):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
-        strategy.move_model(model)
+        strategy.engine.move_model(model)
     if model_scopes.noted_strategy(model) is not None:
         model_scopes.note_strategy(model, strategy)
-    keras_model.resolve_jit_compile(model, xla_choice.resolver(strategy))
+    keras_model.resolve_jit_compile(model, xla_choice.resolver(strategy.engine))
     return model
 
 
@@ -46,8 +46,8 @@ def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: in
     if seed is not None:
         keras.utils.set_random_seed(seed)
     refused = model_methods.refused_in_model_function(strategy)
-    resolving = keras_model.resolving_jit_compile(xla_choice.resolver(strategy))
-    with strategy.creation_scope(), resolving, refused:
+    resolving = keras_model.resolving_jit_compile(xla_choice.resolver(strategy.engine))
+    with strategy.engine.creation_scope(), resolving, refused:
         model = build_model()
     model_checks.check_model(model)
     model_checks.check_steps(model, "fit", "evaluate", "predict")

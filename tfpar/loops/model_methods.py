@@ -92,7 +92,7 @@ def give_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> None:
     given: dict[str, Callable[..., Any]] = {
         name: functools.partial(_with_new_trainer, model, name, make_trainer) for name in _METHODS
     }
-    if strategy.num_workers > 1 and strategy.home is not None:  # without the other workers
+    if strategy.num_workers > 1 and strategy.engine.home is not None:  # without the other workers
         given |= _of_one_copy(model, strategy)
     for name, method in given.items():
         if not keras_model.overridden(model, name):
@@ -109,7 +109,7 @@ def _with_new_trainer(
 
 
 def _of_one_copy(model: keras.Model, strategy: Strategy) -> dict[str, Callable[..., Any]]:
-    functions = StepFunctions(model, strategy)
+    functions = StepFunctions(model, strategy.engine)
     return {name: functools.partial(_on_one_copy, model, functions, name) for name in ("predict", "predict_on_batch")}
 
 
@@ -184,7 +184,7 @@ def refused_in_model_function(strategy: Strategy) -> Iterator[None]:
 
     names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
     with contextlib.ExitStack() as stack:
-        for name in names if strategy.num_replicas > 1 and strategy.home is not None else ():
+        for name in names if strategy.num_replicas > 1 and strategy.engine.home is not None else ():
             stack.enter_context(mock.patch.object(keras.Model, name, functools.partial(refuse, name)))
         yield
 

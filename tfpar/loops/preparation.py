@@ -36,8 +36,8 @@ class Preparation:
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy, fused: bool = True) -> None:
-        self._model, self._strategy = model, strategy
-        self._compiled = StepFunctions(model, strategy, fused)
+        self._model, self._strategy, self._engine = model, strategy, strategy.engine
+        self._compiled = StepFunctions(model, strategy.engine, fused)
         self.kernels = self._compiled.kernels
         self._read_order = ReadOrder(strategy.job)
 
@@ -93,14 +93,14 @@ class Preparation:
 
     @property
     def _in_parts(self) -> bool:
-        return self._strategy.batch_parts[0] > 1 or self._strategy.cuts_model
+        return self._engine.batch_parts[0] > 1 or self._engine.cuts_model
 
     def _study(self, batch: Any, kind: str) -> None:
         """Study the model, unless it was studied for steps of this kind since it was compiled."""
 
         def study() -> None:
             with full_precision(), self.kernels():
-                self._strategy.study(self._model, data.varied_first(batch) if self._in_parts else batch, kind)
+                self._engine.study(self._model, data.varied_first(batch) if self._in_parts else batch, kind)
 
         # Optional inputs may be None, and the rows of sparse ones are those of lookups.
         present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
@@ -117,7 +117,7 @@ class Preparation:
     def _check_gradients(self, training: bool) -> None:
         if (
             training and self._in_parts
-        ) or self._strategy.has_schedule:  # a pipeline times the backward pass of layers first
+        ) or self._engine.has_schedule:  # a pipeline times the backward pass of layers first
             with self._strategy.job.vote():
                 model_checks.check_gradients(self._model, self._strategy.describe())
 
@@ -145,15 +145,15 @@ class Preparation:
 
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
         """Count the examples of the first batch, and refuse workers whose data differ."""
-        epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
+        epoch_iterator.batch_size = int(self._engine.num_examples(epoch_iterator.peek(), distributed))
         equal_workers.check_data(self._strategy.job, dataset, epoch_iterator)
-        if (digest := self._strategy.digest(epoch_iterator.peek())) is not None:
+        if (digest := self._engine.digest(epoch_iterator.peek())) is not None:
             self._read_order.note(0, [digest])
             self._read_order.compare(self._strategy.job.sum(self._read_order.summaries()))
 
     def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
-            return self._strategy.has_more(upcoming, distributed)
+            return self._engine.has_more(upcoming, distributed)
 
         def check_end(end: str) -> None:
             self._strategy.job.require_equal({"the end of the data": end})
@@ -174,8 +174,8 @@ class Preparation:
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
         if not isinstance(dataset, data.PythonBatches):
-            return self._strategy.distribute(dataset), None, None
-        distribute = self._strategy.distribute
+            return self._engine.distribute(dataset), None, None
+        distribute = self._engine.distribute
         return distribute(dataset.dataset), dataset, distribute(dataset.first).dataset
 
     def batches(self, x: Any, y: Any = None, sample_weight: Any = None, **settings: Any) -> data.Batches:
@@ -192,28 +192,28 @@ class Preparation:
 
     def _build(self, epoch_iterator: EpochIterator, distributed: Distributed, kind: str) -> Any:
         with self._strategy.job.vote():
-            batch = self._strategy.local_batch(epoch_iterator.peek())
+            batch = self._engine.local_batch(epoch_iterator.peek())
             inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
             model_checks.check_inputs(self._model, inputs)
             if kind != "predict":
                 model_checks.check_targets(self._model, targets)
         # Workers with different shapes would create different variables, and wait for each other without end.
         self._strategy.job.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
-        self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope
-        with self._strategy.job.vote(), self._strategy.creation_scope():
+        self._engine.move_model(self._model)  # it may have been compiled again outside of the scope
+        with self._strategy.job.vote(), self._engine.creation_scope():
             self._place(batch, kind)
             num_weights = len(self._model.variables)
-            model_checks.build(self._model, batch, kind, self._strategy.creating_slots)
-        self._strategy.move_model(self._model)  # a build may add metrics to the model
+            model_checks.build(self._model, batch, kind, self._engine.creating_slots)
+        self._engine.move_model(self._model)  # a build may add metrics to the model
         if len(self._model.variables) != num_weights:  # or layers of compute_loss
-            with self._strategy.job.vote(), self._strategy.creation_scope():
+            with self._strategy.job.vote(), self._engine.creation_scope():
                 self._place(batch, kind)
         keras_weight_placement.place_rest(self._model)
         return batch
 
     def _place(self, batch: Any, kind: str) -> None:
         with self.kernels():  # a pipeline measures its layers
-            self._strategy.place(self._model, batch, kind == "train")
+            self._engine.place(self._model, batch, kind == "train")
 
     def caller(
         self,
@@ -237,7 +237,7 @@ class Preparation:
         """Return the callbacks of one `fit`, `evaluate` or `predict`."""
         steps, is_chief = epoch_iterator.steps_per_epoch, self._strategy.is_chief
         with self._strategy.job.vote("A callback"):
-            saves = saves_models(callbacks, self._strategy.divides_state)
+            saves = saves_models(callbacks, self._engine.divides_state)
             found = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
         return HeldCallbacks(found, self._strategy, self._model if saves else None, self._read_order)
 

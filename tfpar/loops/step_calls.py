@@ -69,7 +69,7 @@ class StepCalls:
         self._per_execution = 1 if self.steps_per_call else self.model.steps_per_execution
         compiled = self._per_execution if self._per_execution > 1 else None
         self._fixed = self.steps_per_call or compiled or (1 if self.model.run_eagerly else None)
-        self._steps = StepsPerCall(self._fixed, self.strategy.seconds_per_call)
+        self._steps = StepsPerCall(self._fixed, self.strategy.engine.seconds_per_call)
 
     @property
     def num_steps(self) -> int | None:
@@ -84,12 +84,12 @@ class StepCalls:
         single = self._fixed is None and any(
             wants_single_batches(callback, self.testing) for callback in self.callbacks.callbacks
         )
-        return self.least_steps if single else whole_executions(self._steps.next(), self.strategy.steps_multiple)
+        return self.least_steps if single else whole_executions(self._steps.next(), self.strategy.engine.steps_multiple)
 
     @property
     def least_steps(self) -> int:
         """Steps of the shortest call: Keras stops after one that follows a callback's request to stop."""
-        return whole_executions(self._fixed or 1, self.strategy.steps_multiple)
+        return whole_executions(self._fixed or 1, self.strategy.engine.steps_multiple)
 
     @property
     def ends_at_nonfinite(self) -> bool:
@@ -118,7 +118,7 @@ class StepCalls:
         optimizer = None if self.testing else self.model.optimizer
         num_updates = keras_optimizer.num_applied(optimizer)
         start = time.perf_counter()
-        with self.strategy.step_context():
+        with self.strategy.engine.step_context():
             result = self.run_steps(
                 self.epoch_iterator.iterator, self.epoch_iterator.upcoming, wanted, end_at_nonfinite
             )

@@ -1,4 +1,4 @@
-"""The compiled loops and functions of one model under one strategy, each compiled at its first use."""
+"""The compiled loops and functions of one model on one engine, each compiled at its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfpar import kernels, xla_choice
 from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_function, tf_layout
-from tfpar.strategies import Distributed, Strategy, launched_steps, multi_step
+from tfpar.strategies import Distributed, launched_steps, multi_step
+from tfpar.strategies.engine import Engine
 from tfpar.strategies.hidden_errors import revealed
 
 
@@ -31,12 +32,12 @@ class StepFunctions:
 
     Args:
         model: A compiled model.
-        strategy: Supplies the steps.
+        engine: Supplies the steps.
         fused: Whether steps are traced with fused kernels.
     """
 
-    def __init__(self, model: keras.Model, strategy: Strategy, fused: bool = True) -> None:
-        self._model, self._strategy, self._fused = model, strategy, fused
+    def __init__(self, model: keras.Model, engine: Engine, fused: bool = True) -> None:
+        self._model, self._engine, self._fused = model, engine, fused
         self._compilation: Any = None
         self._num_moves = 0
         self._weights: list[keras.Variable] = []
@@ -128,8 +129,8 @@ class StepFunctions:
         return compiled
 
     def _compiled_loop(self, kind: str, distributed: Distributed) -> multi_step.StepLoop:
-        model, strategy = self._model, self._strategy
-        run_step = strategy.train_step if kind == "train" else strategy.evaluate_step
+        model, engine = self._model, self._engine
+        run_step = engine.train_step if kind == "train" else engine.evaluate_step
 
         def step(batch: Any) -> tf.Tensor:
             with self.kernels():
@@ -137,29 +138,29 @@ class StepFunctions:
 
         def logs() -> dict[str, tf.Tensor]:
             if kind == "train":
-                strategy.end_call(model)
-            return strategy.metric_results(model)
+                engine.end_call(model)
+            return engine.metric_results(model)
 
         # XLA knows all sizes; workers must trace alike, whatever sizes their parts have.
-        fixes_sizes = strategy.num_workers == 1 and not strategy.cuts_model and not model.jit_compile
+        fixes_sizes = engine.num_workers == 1 and not engine.cuts_model and not model.jit_compile
         parts = multi_step.LoopParts(
             step,
             logs,
-            lambda element: strategy.num_examples(element, distributed),
-            lambda upcoming: strategy.has_more(upcoming, distributed),
-            lambda element: strategy.step_batch(model, element),
-            strategy.digest,
-            device=strategy.step_device,
+            lambda element: engine.num_examples(element, distributed),
+            lambda upcoming: engine.has_more(upcoming, distributed),
+            lambda element: engine.step_batch(model, element),
+            engine.digest,
+            device=engine.step_device,
             jit_compile=self._whole_step_in_xla,
             run_again=self._again(kind),
         )
-        if launched_steps.suits(strategy.device_names) and not model.run_eagerly:
+        if launched_steps.suits(engine.device_names) and not model.run_eagerly:
             return launched_steps.LaunchedSteps(parts, fixes_sizes=fixes_sizes, fallback=self._fallback)
         return multi_step.compile_loop(parts, run_eagerly=model.run_eagerly)
 
     def _fallback(self) -> xla_choice.Fallback | None:
         """Return the way back from XLA where it was chosen for the model."""
-        return xla_choice.Fallback(self._model, self._strategy) if keras_model.is_chosen(self._model) else None
+        return xla_choice.Fallback(self._model, self._engine) if keras_model.is_chosen(self._model) else None
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:
         """Return what predicts on elements of one kind: workers must trace alike, whatever sizes the parts have.
@@ -195,7 +196,7 @@ class StepFunctions:
 
         def predict_step(batch: Any) -> Any:
             with self.kernels():
-                return self._strategy.predict_step(self._model, batch)
+                return self._engine.predict_step(self._model, batch)
 
         def compile_step() -> Callable[[Any], Any]:
             if self._model.run_eagerly:
@@ -207,7 +208,7 @@ class StepFunctions:
                 autograph=False,
                 jit_compile=in_xla or None,
             )
-            device = self._strategy.step_device
+            device = self._engine.step_device
             if not in_xla or device is None:
                 return predict_batch
 
@@ -223,13 +224,13 @@ class StepFunctions:
 
     def _again(self, kind: str) -> Callable[[Any], None] | None:
         """Return what runs a failed step again, for its element; None where TensorFlow reports the error."""
-        again = None if self._model.run_eagerly else self._strategy.step_again
+        again = None if self._model.run_eagerly else self._engine.step_again
         return None if again is None else functools.partial(again, self._model, kind)
 
     @property
     def _whole_step_in_xla(self) -> bool:
-        strategy = self._strategy
-        return bool(self._model.jit_compile and strategy.num_replicas == 1 and strategy.compiles_with_xla)
+        engine = self._engine
+        return bool(self._model.jit_compile and engine.num_replicas == 1 and engine.compiles_with_xla)
 
 
 def _without_sizes(spec: Any) -> str:

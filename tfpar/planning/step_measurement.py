@@ -121,8 +121,8 @@ def _prepared(make_trainer: MakeTrainer, strategy: Strategy) -> _Prepared:
 
 def _measured(prepared: _Prepared, peaks: _Peaks) -> Measured:
     trainer, strategy = prepared.trainer, prepared.trainer.strategy
-    distributed = strategy.distribute(prepared.given.first.cache().repeat().prefetch(2))
-    loop = StepFunctions(trainer.model, strategy, getattr(trainer, "fused", True)).loop("train", distributed)
+    distributed = strategy.engine.distribute(prepared.given.first.cache().repeat().prefetch(2))
+    loop = StepFunctions(trainer.model, strategy.engine, getattr(trainer, "fused", True)).loop("train", distributed)
     iterator = iter(data.without_autotuning(distributed.dataset))
     upcoming = iterator.get_next_as_optional()
 

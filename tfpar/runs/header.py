@@ -85,7 +85,7 @@ def _kernels_line(trainer: RunTrainer) -> str:
 
 
 def _batch_line(run: config.Run, trainer: RunTrainer) -> str:
-    number, part = trainer.strategy.batch_parts
+    number, part = trainer.strategy.engine.batch_parts
     parts = f"{number} {part}{'' if number == 1 else 'es' if part.endswith('h') else 's'}"
     is_read = settings_read.BATCH in settings_read.read_keys(trainer_reads(run))
     if not is_read and data.is_dataset(trainer.train_data):

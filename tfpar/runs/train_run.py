@@ -87,7 +87,7 @@ def _train(
 ) -> bool:
     choice = chosen_layout.choose(run, directory)
     strategy = strategies.from_settings(choice.run.strategy)
-    if trace and not strategy.has_schedule:
+    if trace and not strategy.engine.has_schedule:
         raise ValueError(
             f"--trace times the actions of a pipeline, received {strategy.describe()}: record its steps with "
             "--profile 5, or leave it out."
@@ -111,7 +111,7 @@ def _train(
     _check_model(run, trainer)
     if strategy.is_chief:
         _record(run, directory, trainer, position, choice.note)
-    pipeline = _show_schedule(run, directory, trainer, trace) if strategy.has_schedule else {}
+    pipeline = _show_schedule(run, directory, trainer, trace) if strategy.engine.has_schedule else {}
     if strategy.is_chief:
         _print_repetition(run, directory, position, broken)
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
@@ -128,7 +128,7 @@ def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.
 
 
 def _check_batch_size(run: config.Run, strategy: strategies.Strategy) -> None:
-    batch, (number, part) = run.training.global_batch_size, strategy.batch_parts
+    batch, (number, part) = run.training.global_batch_size, strategy.engine.batch_parts
     if batch >= number or settings_read.BATCH not in settings_read.read_keys(trainer_reads(run)):
         return
     if part == "replica":
@@ -203,7 +203,7 @@ def _fit_and_save(
         )
     except OSError:
         # Its loss is the reason. A chief without all of the state cannot save, because the other workers have stopped.
-        if trainer.strategy.is_chief and not trainer.strategy.divides_state:
+        if trainer.strategy.is_chief and not trainer.strategy.engine.divides_state:
             _require_folder(directory, trainer)
         raise
     if trainer.interrupted:
@@ -216,7 +216,7 @@ def _fit_and_save(
     if trainer.strategy.is_chief and (stop := early_stop(asked_for)):
         print(f"\n{line('', stop, 0)}")
         reporter.note_early_stop(stop)
-    with trainer.strategy.whole_state(trainer.model):
+    with trainer.strategy.engine.whole_state(trainer.model):
         if trainer.strategy.is_chief:
             _save(directory, trainer, results, reporter, profile)
     trainer.strategy.job.barrier()  # a worker that leaves before the chief has written its files counts as lost
