@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -32,7 +33,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
         addresses = [f"host{rank}:2222" for rank in range(len(sizes))]
         task = {"type": "worker", "index": 0}
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": addresses}, "task": task}))
-        connected = remote_devices.RemoteDevices(lent(*sizes), watch=None)  # type: ignore[arg-type]
+        connected = remote_devices.RemoteDevices(lent(*sizes), watch=mock.Mock())
         monkeypatch.setattr(remote_devices, "connect", lambda *_: connected)
 
     return begin
@@ -121,7 +122,7 @@ def test_names_that_no_worker_has_are_refused(workers: Any, devices: list[str], 
 
 def test_replicas_on_devices_of_two_kinds_are_refused(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     workers(1, 1)
-    mixed = remote_devices.RemoteDevices([lent(1)[0], lent(1, 1, kind="GPU")[1]], watch=None)  # type: ignore[arg-type]
+    mixed = remote_devices.RemoteDevices([lent(1)[0], lent(1, 1, kind="GPU")[1]], watch=mock.Mock())
     monkeypatch.setattr(remote_devices, "connect", lambda *_: mixed)
     with pipeline().scope():
         pass  # stages may be on devices of two kinds
