@@ -101,9 +101,14 @@ class Layout:
         return self.num_replicas if self.across_workers else self.num_replicas // self.num_workers
 
     @property
+    def _has_stages(self) -> bool:
+        """Whether a replica is a pipeline, of one stage perhaps."""
+        return self.num_stages * self.num_microbatches > 1
+
+    @property
     def kind(self) -> str:
         """The `strategy.kind` of the train command."""
-        if self.num_stages > 1:
+        if self._has_stages:
             return "hybrid" if self.num_replicas > 1 else "pipeline"
         if self.num_shards > 1:
             return "tensor_parallel"
@@ -119,7 +124,7 @@ class Layout:
             >>> Layout(4).family == Layout(2, shard="optimizer").family, Layout(2).family == Layout(1, 2, 4).family
             (True, False)
         """
-        return self.kind, self.num_stages > 1, self.shard == "weights"
+        return self.kind, self._has_stages, self.shard == "weights"
 
     @property
     def simplicity(self) -> tuple[Any, ...]:
@@ -137,7 +142,7 @@ class Layout:
             {'kind': 'pipeline', 'num_stages': 2, 'num_microbatches': 8}
         """
         settings: dict[str, Any] = {"kind": self.kind}
-        if self.num_stages > 1:
+        if self._has_stages:
             settings |= {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
             settings |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
             settings |= {"recompute": True} if self.recompute else {}
@@ -192,13 +197,12 @@ class Layout:
             >>> Layout(num_stages=2, num_microbatches=8).describe(["GPU:0", "GPU:1"])
             '2 stages on GPU:0, GPU:1, 8 micro-batches, 1f1b'
         """
-        has_stages = self.num_stages * self.num_microbatches > 1
-        is_whole = not has_stages and self.num_shards == 1
+        is_whole = not self._has_stages and self.num_shards == 1
         parts = [_count(self.num_replicas, "replica")] * (self.num_replicas > 1 or is_whole)
-        parts += [_count(self.num_stages, "stage")] * has_stages
+        parts += [_count(self.num_stages, "stage")] * self._has_stages
         parts += [_count(self.num_shards, "shard")] * (self.num_shards > 1)
         text = f"{' of '.join(parts)} on {', '.join(labels)}"
-        if has_stages:
+        if self._has_stages:
             text += f", {_count(self.num_microbatches, 'micro-batch', 'es')}, {self.schedule}"
             text += ", recomputing" * self.recompute
         sharded = {None: "", "optimizer": ", optimizer state sharded", "weights": ", weights sharded"}
@@ -223,7 +227,7 @@ class Layout:
         """Return the name of the layout in a table."""
         shard = [f'shard="{self.shard}"'] if self.shard else []
         workers = [f"workers={self.num_workers}"] if self.num_workers > 1 else []
-        if self.num_stages > 1:
+        if self._has_stages:
             options = [f'"{self.schedule}"'] if self.schedule != "1f1b" else []
             options += ["recompute"] if self.recompute else []
             options += ["across_workers", *workers] if self.across_workers else []

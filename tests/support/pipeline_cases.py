@@ -21,7 +21,9 @@ import keras
 import tfpar
 from tests.properties.test_parity import Result, computing_in, differences, train
 from tests.support.parity_cases import CASES, ONE_MICROBATCH_ONLY, Case
+from tfpar.layout import Layout
 from tfpar.pipeline import schedule as schedules
+from tfpar.strategies import of_layout
 
 SCHEDULES = schedules.NAMES
 NUM_STAGES = (2, 3, 4)
@@ -53,17 +55,18 @@ class Row:
         return "-".join([*words, *["recompute"] * self.recompute, *["float32"] * (self.dtype == "float32")])
 
     @property
-    def devices(self) -> list[str] | None:
-        """Three stages in turn on one device; otherwise as many devices as the schedule needs."""
-        return ["CPU:0"] if self.schedule == "interleaved" and self.num_stages == 3 else None
+    def layout(self) -> Layout:
+        """The grid; three stages of an interleaved schedule are in turn on one device."""
+        stages_per_device = {2: 2, 3: 3, 4: 2}[self.num_stages] if self.schedule == "interleaved" else 1
+        return Layout(
+            self.num_replicas, self.num_stages, self.num_microbatches, self.schedule, self.recompute,
+            num_shards=self.num_shards, stages_per_device=stages_per_device,
+        )  # fmt: skip
 
     def strategy(self) -> tfpar.Strategy:
-        balance = "parameters"  # not time: the same cuts in every run
-        pipeline = tfpar.Pipeline(
-            self.num_stages, self.num_microbatches, self.schedule, balance, self.devices, self.recompute,
-            num_shards=self.num_shards,
-        )  # fmt: skip
-        return pipeline if self.num_replicas == 1 else tfpar.Hybrid(pipeline, self.num_replicas)
+        devices = ["CPU:0"] if self.layout.stages_per_device == 3 else None
+        # Not by time: the same cuts in every run.
+        return of_layout(self.layout, devices, balance="parameters")
 
     @property
     def is_possible(self) -> bool:

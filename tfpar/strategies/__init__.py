@@ -2,7 +2,7 @@
 
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.distributed import Distributed
-from tfpar.strategies.factory import from_settings
+from tfpar.strategies.factory import from_settings, of_layout
 from tfpar.strategies.lost_workers import WorkerLostError, lost_worker
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
@@ -24,6 +24,7 @@ __all__ = [
     "WorkerLostError",
     "from_settings",
     "lost_worker",
+    "of_layout",
     "resolve",
     "strategy_of",
 ]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfpar import cluster, config
 from tfpar.cluster import cores, tf_config
+from tfpar.layout import Layout
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker.hybrid import Hybrid
@@ -67,6 +70,25 @@ def from_settings(settings: config.Strategy) -> Strategy:
             of_grid |= seconds if num_workers > 1 else {}
             return Hybrid(TensorParallel(settings.num_shards, settings.layout), devices=settings.devices, **of_grid)
     return _CLASSES[settings.kind](**arguments)
+
+
+def of_layout(layout: Layout, devices: Sequence[str] | None = None, **settings: Any) -> Strategy:
+    """Create the strategy of a layout.
+
+    Args:
+        layout: The layout.
+        devices: Names of the devices of a worker, of which the layout uses the first; None for those there are.
+        **settings: Other arguments of the strategy's constructor.
+
+    Raises:
+        ValueError: If a device does not exist, or the strategy has no such argument.
+
+    Example:
+        >>> of_layout(Layout(num_stages=2, num_microbatches=8), balance="parameters").describe()
+        'Pipeline of 2 stages on CPU:0, CPU:1, 8 micro-batches, 1f1b'
+    """
+    of_layout = layout.settings if devices is None else layout.settings_on(devices)
+    return from_settings(config.with_layout(config.SingleDevice(), {**of_layout, **settings}))
 
 
 def _split_cpu(settings: config.Strategy) -> None:
