@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @functools.cache
 def strategy(layout: str) -> tfpar.Strategy:
-    return (matrix.IN_ONE_PROCESS | matrix.OVER_WORKERS)[layout]()
+    return matrix.strategy(layout)
 
 
 def begin(layout: str, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,32 @@ import tfpar
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases
 from tests.support.extent import sampled
+from tfpar.layout import Layout
+from tfpar.strategies import of_layout
 
 EPOCHS, STEPS_PER_EPOCH, INTERRUPTED_AT = 2, 10, 13
-IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
-    "one device": lambda: tfpar.SingleDevice(),
-    "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
-    "state of replicas": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="optimizer"),
-    "blocks over 3": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="weights"),
-    "pipeline of 2": lambda: tfpar.Pipeline(2, 3, "1f1b", balance=[1, 3]),
-    "pipeline of 4": lambda: tfpar.Pipeline(4, 2, "zero_bubble", balance=[1, 1, 1, 1]),
-    "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
-    "state of replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2, shard="optimizer"),
-    "stages of shards": lambda: tfpar.Pipeline(2, 3, balance=[2, 2], num_shards=2),
-    "hybrid of 2 x 2": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, "gpipe", balance=[2, 2]), 2),
+# Layouts with the balance of their stages; the workers of a job have two devices, of which replicas use the first.
+IN_ONE_PROCESS: dict[str, tuple[Layout, list[int]]] = {
+    "one device": (Layout(), []),
+    "mirrored over 2": (Layout(2), []),
+    "state of replicas": (Layout(2, shard="optimizer"), []),
+    "blocks over 3": (Layout(3, shard="weights"), []),
+    "pipeline of 2": (Layout(1, 2, 3), [1, 3]),
+    "pipeline of 4": (Layout(1, 4, 2, "zero_bubble"), [1, 1, 1, 1]),
+    "tensor parallel over 3": (Layout(num_shards=3), []),
+    "state of replicas of shards": (Layout(2, num_shards=2, shard="optimizer"), []),
+    "stages of shards": (Layout(1, 2, 3, num_shards=2), [2, 2]),
+    "hybrid of 2 x 2": (Layout(2, 2, 2, "gpipe"), [2, 2]),
 }
-OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
-    "two workers": lambda: tfpar.MultiWorker(["CPU:0"]),
-    "shards over two workers": lambda: tfpar.MultiWorker(["CPU:0"], shard="optimizer"),
-    "blocks over two workers": lambda: tfpar.MultiWorker(["CPU:0"], shard="weights"),
-    "hybrid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1])),
-    "state of stages over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1]), shard="optimizer"),
-    "state of shards over two workers": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), shard="optimizer"),
-    "pipeline over two workers": lambda: tfpar.Pipeline(2, 3, balance=[1, 3], across_workers=True),
-    "grid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[2, 2], across_workers=True), 2),
+OVER_WORKERS: dict[str, tuple[Layout, list[int]]] = {
+    "two workers": (Layout(2, num_workers=2), []),
+    "shards over two workers": (Layout(2, shard="optimizer", num_workers=2), []),
+    "blocks over two workers": (Layout(2, shard="weights", num_workers=2), []),
+    "hybrid over two workers": (Layout(2, 2, 2, num_workers=2), [3, 1]),
+    "state of stages over two workers": (Layout(2, 2, 2, shard="optimizer", num_workers=2), [3, 1]),
+    "state of shards over two workers": (Layout(2, num_shards=2, shard="optimizer", num_workers=2), []),
+    "pipeline over two workers": (Layout(1, 2, 3, num_workers=2, across_workers=True), [1, 3]),
+    "grid over two workers": (Layout(2, 2, 2, num_workers=2, across_workers=True), [2, 2]),
 }
 # The other process runs no function.
 DRIVEN_BY_THE_FIRST = ("pipeline over two workers", "grid over two workers", "blocks over two workers")
@@ -49,6 +51,14 @@ LAYOUTS = sampled(
     ),
 )
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
+
+
+def strategy(name: str) -> tfpar.Strategy:
+    """Return the strategy of a layout by its name, in the process that trains under it."""
+    layout, balance = (IN_ONE_PROCESS | OVER_WORKERS)[name]
+    if balance:
+        return of_layout(layout, balance=balance)
+    return of_layout(layout, [f"CPU:{number}" for number in range(max(2, layout.devices_per_worker))])
 
 
 def pairs() -> tuple[tuple[str, str], ...]:
