@@ -9,8 +9,8 @@ import keras
 
 from tfpar import data
 from tfpar._compat import keras_metrics
+from tfpar.loops.deferred_errors import DeferringCallbacks
 from tfpar.loops.epoch_iterator import EpochIterator
-from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import StepCalls, to_python
 from tfpar.messages import user_warnings
 from tfpar.strategies import Strategy
@@ -48,7 +48,7 @@ def predict(
     strategy: Strategy,
     epoch_iterator: EpochIterator,
     predict_batch: Callable[[Any], Any],
-    callbacks: HeldCallbacks,
+    callbacks: DeferringCallbacks,
 ) -> Any:
     """Run one prediction over an unused epoch iterator and return the outputs `[examples, ...]` as NumPy arrays.
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_tapes
-from tfpar.loops import meetings, memory_errors
+from tfpar.loops import barriers, memory_errors
 from tfpar.strategies import Strategy, turns
 from tfpar.strategies.lost_workers import WorkerLostError
 
@@ -60,7 +60,7 @@ def reported(
             )
         try:
             with _explaining_ends(method.__name__), self.strategy.job.reported():
-                meetings.meet(self.strategy.job, method.__name__)
+                barriers.barrier(self.strategy.job, method.__name__)
             with turns.Turn(), self.strategy.job.reported():
                 return method(self, *args, **kwargs)
         except tf.errors.AlreadyExistsError as error:  # such as the file of a cache

@@ -127,7 +127,7 @@ class FitLoop:
             self._callbacks.on_epoch_end(epoch, logs)
             self._end_epoch(last=epoch + 1 == epochs)
         if self._checkpoints is not None and self._strategy.is_chief:
-            with self._callbacks.errors.held(_CHECKPOINT):
+            with self._callbacks.errors.deferring(_CHECKPOINT):
                 self._checkpoints.wait()
         return logs
 
@@ -153,7 +153,7 @@ class FitLoop:
         """Combine the votes of all workers on the next call."""
         saves, ends = False, self._caller.ends_at_nonfinite
         if may_save and self._strategy.is_chief and self._checkpoints is not None:
-            with self._callbacks.errors.held(_CHECKPOINT):
+            with self._callbacks.errors.deferring(_CHECKPOINT):
                 saves = self._checkpoints.due()
         votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves, ends)
         num_steps, *others = self._callbacks.errors.vote([float(vote) for vote in votes])
@@ -208,7 +208,7 @@ class FitLoop:
         with self._strategy.engine.whole_state(self._model, self._checkpoints.directory):
             if not self._strategy.is_chief:
                 return
-            with self._callbacks.errors.held(_CHECKPOINT):
+            with self._callbacks.errors.deferring(_CHECKPOINT):
                 state = callback_state.changed(
                     callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
                 )

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model
 from tfpar.files import atomic_file
-from tfpar.loops import meetings
+from tfpar.loops import barriers
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.strategies import Strategy, model_scopes, strategy_of
 
@@ -103,7 +103,7 @@ def _with_new_trainer(
     model: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> Any:
     strategy: Strategy = model_scopes.noted_strategy(model)
-    meetings.meet(strategy.job, _ON_BATCH.get(name, name))
+    barriers.barrier(strategy.job, _ON_BATCH.get(name, name))
     kept_trainer(model, make_trainer)
     return getattr(model, name)(*arguments, **settings)
 

@@ -14,9 +14,9 @@ from tfpar._compat import keras_weight_placement
 from tfpar.full_precision import full_precision
 from tfpar.loops import equal_workers, initial_state
 from tfpar.loops.callback_list import callback_list, saves_models
+from tfpar.loops.deferred_errors import DeferringCallbacks
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
-from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.read_order import ReadOrder
 from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
@@ -219,7 +219,7 @@ class Preparation:
         self,
         run_steps: StepLoop,
         epoch_iterator: EpochIterator,
-        callbacks: HeldCallbacks,
+        callbacks: DeferringCallbacks,
         steps_per_call: int | None = None,
         testing: bool = False,
     ) -> StepCalls:
@@ -233,13 +233,13 @@ class Preparation:
         epoch_iterator: EpochIterator,
         epochs: int = 1,
         add_history: bool = False,
-    ) -> HeldCallbacks:
+    ) -> DeferringCallbacks:
         """Return the callbacks of one `fit`, `evaluate` or `predict`."""
         steps, is_chief = epoch_iterator.steps_per_epoch, self._strategy.is_chief
         with self._strategy.job.vote("A callback"):
             saves = saves_models(callbacks, self._engine.divides_state)
             found = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
-        return HeldCallbacks(found, self._strategy, self._model if saves else None, self._read_order)
+        return DeferringCallbacks(found, self._strategy, self._model if saves else None, self._read_order)
 
     def validation(
         self,
@@ -247,7 +247,7 @@ class Preparation:
         batch_size: int | None,
         steps: int | None,
         frequency: int | Sequence[int],
-        callbacks: HeldCallbacks,
+        callbacks: DeferringCallbacks,
     ) -> Callable[[int], dict[str, float]]:
         """Return a function from an epoch to the logs of its validation, empty if none is due.
 

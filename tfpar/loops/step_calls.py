@@ -13,8 +13,8 @@ import numpy as np
 from tfpar._compat import keras_metrics, keras_optimizer
 from tfpar.callbacks import Throughput
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
+from tfpar.loops.deferred_errors import DeferringCallbacks
 from tfpar.loops.epoch_iterator import EpochIterator
-from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.messages.whole_numbers import check_whole_number
 from tfpar.strategies import Strategy
 from tfpar.strategies.multi_step import StepLoop, StepsPerCall
@@ -54,7 +54,7 @@ class StepCalls:
     model: keras.Model
     strategy: Strategy
     epoch_iterator: EpochIterator
-    callbacks: HeldCallbacks
+    callbacks: DeferringCallbacks
     steps_per_call: int | None = None
     testing: bool = False
 

@@ -18,7 +18,7 @@ from tfpar import callbacks, config, data, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.config import settings_read
 from tfpar.interruption import interruptible
-from tfpar.loops.held_errors import HeldErrors
+from tfpar.loops.deferred_errors import DeferredErrors
 from tfpar.messages.number_format import line
 from tfpar.reports import events
 from tfpar.reports.timelines import PipelineRecord
@@ -270,9 +270,9 @@ def _print_report(run: config.Run, directory: RunDirectory, trainer: RunTrainer,
     """Call the trainer's own report on all workers, as it may predict, and print the chief's."""
     strategy = trainer.strategy
     shared = json.loads(strategy.job.broadcast(json.dumps(results).encode() if strategy.is_chief else None))
-    errors, report = HeldErrors(strategy.job), None
+    errors, report = DeferredErrors(strategy.job), None
     try:
-        with errors.held(f"The method report of {run.trainer}"):
+        with errors.deferring(f"The method report of {run.trainer}"):
             report = report_of(trainer, shared)
         errors.vote()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Errors of one worker alone, held until the workers vote, so that all of them end with the reason.
+"""Errors of one worker alone, deferred until the workers vote, so that all of them end with the reason.
 
 worker 0   step ─── hook ───────── step ─── vote ─── raises a sentence about the error of worker 1
                                              │
@@ -17,12 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.job import Job, is_raised_on_all_workers
-from tfpar.loops.meetings import VOTE, Held, meet
+from tfpar.loops.barriers import VOTE, Deferred, barrier
 from tfpar.loops.read_order import ReadOrder
 from tfpar.strategies import Strategy
 
 
-class HeldErrors:
+class DeferredErrors:
     """Errors of this worker in code that each worker runs by itself, such as callbacks.
 
     Without them the other workers would wait in the next step, until the process of the failed worker ends. With one
@@ -39,16 +39,16 @@ class HeldErrors:
     def __init__(self, job: Job, read_order: ReadOrder | None = None) -> None:
         self._job = job
         self.read_order = read_order or ReadOrder(job)
-        self._held: Held | None = None
+        self._deferred: Deferred | None = None
 
     @property
     def any(self) -> bool:
-        """Whether an error of this worker is held."""
-        return self._held is not None
+        """Whether an error of this worker is deferred."""
+        return self._deferred is not None
 
     @contextlib.contextmanager
-    def held(self, what: str) -> Iterator[None]:
-        """Hold an error inside this context until the next vote; nothing in it may communicate.
+    def deferring(self, what: str) -> Iterator[None]:
+        """Defer exceptions raised in this context until the next vote; nothing in it may communicate.
 
         Args:
             what: What runs inside, for the message on the other workers.
@@ -58,7 +58,7 @@ class HeldErrors:
         except Exception as error:
             if self._job.num_workers == 1 or is_raised_on_all_workers(error):
                 raise
-            self._held = self._held or Held(what, error)
+            self._deferred = self._deferred or Deferred(what, error)
 
     def vote(self, votes: Sequence[float] = ()) -> np.ndarray:
         """Return the sums of numbers over all workers, which must all call this.
@@ -67,14 +67,14 @@ class HeldErrors:
             votes: The numbers of this worker.
 
         Raises:
-            Exception: The held error of this worker.
+            Exception: The deferred error of this worker.
             ValueError: With the error of another worker, and its rank and address; or if a worker has read other
                 batches than the chief.
         """
         summaries = self.read_order.summaries()
         try:
-            own, self._held = self._held, None
-            sums = meet(self._job, VOTE, [*summaries, *votes], own)
+            own, self._deferred = self._deferred, None
+            sums = barrier(self._job, VOTE, [*summaries, *votes], own)
         except tf.errors.OpError:
             if own is not None:  # the others do not vote: it ended a hook in which they communicate
                 raise own.error from None
@@ -83,7 +83,7 @@ class HeldErrors:
         return sums[len(summaries) :]
 
 
-class HeldCallbacks:
+class DeferringCallbacks:
     """The callbacks of one `fit`, `evaluate` or `predict`, whose hooks do nothing after one has raised.
 
     Args:
@@ -91,7 +91,7 @@ class HeldCallbacks:
         strategy: The strategy.
         saved: A model that a callback saves at the end of epochs, with the optimizer's state of all workers; None for
             none.
-        read_order: As for `HeldErrors`.
+        read_order: As for `DeferredErrors`.
 
     Attributes:
         errors: The errors of hooks.
@@ -105,7 +105,7 @@ class HeldCallbacks:
         read_order: ReadOrder | None = None,
     ) -> None:
         self._list, self._strategy, self._saved = callback_list, strategy, saved
-        self.errors = HeldErrors(strategy.job, read_order)
+        self.errors = DeferredErrors(strategy.job, read_order)
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -126,5 +126,5 @@ class HeldCallbacks:
 
     def _call(self, hook: Any, *arguments: Any) -> None:
         if not self.errors.any:
-            with self.errors.held("A callback"):
+            with self.errors.deferring("A callback"):
                 hook(*arguments)

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import small
 from tfpar.job import Job
-from tfpar.loops.held_errors import HeldCallbacks
+from tfpar.loops.deferred_errors import DeferringCallbacks
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -45,7 +45,7 @@ class Fails(keras.callbacks.Callback):
 def test_an_error_is_held_until_the_vote_and_ends_the_hooks(is_reachable: bool) -> None:
     failing, strategy = Fails(), tfpar.SingleDevice("CPU:0")
     strategy.job = TwoWorkers(is_reachable)
-    callbacks = HeldCallbacks(keras.callbacks.CallbackList([failing]), strategy)
+    callbacks = DeferringCallbacks(keras.callbacks.CallbackList([failing]), strategy)
     callbacks.on_epoch_begin(0)
     callbacks.on_train_batch_begin(0)
     assert failing.hooks == ["epoch begin"]
