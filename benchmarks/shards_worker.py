@@ -18,7 +18,7 @@ from benchmarks.pipelines import examples, models
 from benchmarks.timed_fit import steps_per_second
 from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import num_bytes
 
 _NUM_LAYERS = 24
 

@@ -31,7 +31,7 @@ LADDER = [
         "per_model",
         "pipeline.schedule",
     ],
-    ["xla_choice"],
+    ["placement", "xla_choice"],
     ["callbacks", "commands", "config", "data.batching"],
     ["__main__", "cluster", "data.sharding"],
     ["cluster.rendezvous", "data.sources", "job", "launcher"],

@@ -19,7 +19,7 @@ from tensorflow.python.eager import context
 import tfpar
 from tests import ROOT
 from tests.support.extent import sampled
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import num_bytes
 from tfpar.strategies.multi_worker import collectives
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")

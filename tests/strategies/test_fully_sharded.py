@@ -12,7 +12,7 @@ import pytest
 
 import tfpar
 from tests.support import objective_cases, parity_cases, small
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import num_bytes
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

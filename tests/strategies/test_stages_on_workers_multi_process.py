@@ -21,7 +21,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases, pipeline_cases, small, workers
 from tfpar import config, strategies
 from tfpar._compat import keras_divided_state
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import num_bytes
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 Shard = Literal["optimizer"] | None

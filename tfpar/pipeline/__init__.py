@@ -2,7 +2,7 @@
 
 schedule    the order of the forward and backward passes on each device, and its simulation; pure Python
 graph       the model as a graph of layer calls
-partition   the assignment of layer calls to stages, and of weights to devices
+partition   the assignment of layer calls to stages
 execution   the TensorFlow program of a step
 analysis    predicted and measured times and memory, as a table and a picture
 """

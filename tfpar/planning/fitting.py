@@ -1,4 +1,4 @@
-"""The least memory of a layout, by which those that cannot fit are dropped. Pure Python, no TensorFlow.
+"""The least memory of a layout, by which those that cannot fit are dropped.
 
 weights, gradients, state     exact, by the owners of each layout
 saved tensors                 the measured peak of a step on one device, divided as far as the layout can divide it
@@ -7,8 +7,8 @@ saved tensors                 the measured peak of a step on one device, divided
 from __future__ import annotations
 
 from tfpar.layout import Layout
+from tfpar.placement.owners import largest_first
 from tfpar.planning.model_facts import ModelFacts
-from tfpar.reduction.weight_division import largest_first
 
 
 def least_bytes(layout: Layout, facts: ModelFacts, peak_bytes: int | None) -> int:

@@ -21,11 +21,11 @@ from tfpar.messages import user_warnings
 from tfpar.messages.reasons import message_of
 from tfpar.pipeline.graph import tracing
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
+from tfpar.placement.owners import num_bytes
 from tfpar.planning.first_batches import FirstBatches
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Measured
 from tfpar.planning.search import OUT_OF_MEMORY, Failed
-from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import SingleDevice, Strategy
 from tfpar.strategies.staged import ADVICE_OF_PIPELINES, WORDS_OF_STAGES
 from tfpar.strategies.tensor_parallel.ways import layout_of

@@ -17,9 +17,9 @@ from tfpar import data
 from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
 from tfpar.job import Job
 from tfpar.pipeline.schedule.simulator import Timeline
+from tfpar.placement.owners import num_bytes
 from tfpar.reduction import metric_logs
 from tfpar.reduction.verdict import Verdict
-from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.model_checks import check_variables

@@ -26,7 +26,7 @@ from tfpar.layout import Layout
 from tfpar.messages.number_format import three_digits
 from tfpar.messages.reasons import message_of
 from tfpar.pipeline import schedule as schedules
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import num_bytes
 from tfpar.strategies import remote_devices
 from tfpar.strategies.job_roles import refuse_evaluator, warn_of_other_launcher
 from tfpar.strategies.lost_workers import check_seconds

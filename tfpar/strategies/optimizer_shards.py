@@ -26,11 +26,10 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_optimizer, keras_variables, tf_replica_memory
 from tfpar.per_model import PerModel
-from tfpar.pipeline.partition.placement import follow_data
+from tfpar.placement.devices import follow_data
+from tfpar.placement.owners import choose_owners
 from tfpar.reduction import objective
 from tfpar.reduction.replicas import replica_id
-from tfpar.reduction.weight_division import largest_first
-from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.base import Strategy
 
 
@@ -63,11 +62,9 @@ class OptimizerShards:
         compiled, known = self._compiled.get(model) or (None, {})
         if compiled is not keras_model.compilation(model):
             known = {}
-        weights = [weight for weight in trained(model) if id(weight) not in known]
-        numbers = largest_first(list(map(num_bytes, weights)), self._strategy.num_replicas_in_sync)
-        found = known | dict(zip(map(id, weights), numbers, strict=True))
-        self._compiled[model] = keras_model.compilation(model), found
-        return found
+        owners = known | choose_owners(trained(model), self._strategy.num_replicas_in_sync, known)
+        self._compiled[model] = keras_model.compilation(model), owners
+        return owners
 
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is a slot on a device of a replica."""

@@ -26,11 +26,12 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
-from tfpar.pipeline.partition.placement import place_weights
-from tfpar.pipeline.partition.stages import bytes_per_example
+from tfpar.pipeline.partition.stages import bytes_per_example, owner_of
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.placement.devices import place_weights
+from tfpar.placement.owners import homes
 from tfpar.strategies.free_memory import within_free_memory
 from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.tensor_parallel.layout import Layout
@@ -253,8 +254,9 @@ class StagePlanner:
             with self._raising():
                 self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
         else:
-            devices = self.stage_devices(model), self.other_stage_devices(model)
-            place_weights(model, partition.stages, *devices, shards_weights=self._shards_weights)
+            devices, stages = self._grids[model][0].devices, owner_of(partition.stages, model.variables)
+            home_of = homes(model, stages, len(devices), shards_weights=self._shards_weights)
+            place_weights(model, home_of, devices)
         self._partitions[model] = partition
         self._versions[model] = ModelVersion(model, counts_variables=bool(self._groups))
         self._stages.pop(model)

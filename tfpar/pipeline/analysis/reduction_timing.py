@@ -16,8 +16,8 @@ from tfpar.pipeline.execution.peers import Peers
 from tfpar.pipeline.execution.stage_chain import StepPrograms
 from tfpar.pipeline.execution.stage_program import StageProgram
 from tfpar.pipeline.schedule.links import Link, fit_link
+from tfpar.placement.owners import num_bytes
 from tfpar.reduction.gradient_addition import sum_of
-from tfpar.reduction.weight_owners import num_bytes
 
 # Messages whose durations a link is fitted to: the smallest is latency, the largest several packs at once. Together
 # they take a fraction of a second on a network of 1 Gbit/s.

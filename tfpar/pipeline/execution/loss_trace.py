@@ -22,7 +22,7 @@ from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.row_gradients import Kinds, by_lookups
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.trace_record import trace_with_record
-from tfpar.pipeline.partition.placement import follow_data
+from tfpar.placement.devices import follow_data
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.row_numbers import Source, Sources

@@ -33,8 +33,8 @@ from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_outp
 from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.layer_settings import settings_of_calls
-from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
+from tfpar.placement.devices import follow_data
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part

@@ -13,7 +13,7 @@ from tfpar._compat import keras_losses_in_call, keras_metrics, keras_variables, 
 from tfpar.pipeline.execution.output_functions import OutputFunction
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
-from tfpar.pipeline.partition.placement import follow_data
+from tfpar.placement.devices import follow_data
 from tfpar.reduction import gathered_classes, metric_logs
 
 

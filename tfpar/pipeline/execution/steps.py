@@ -24,9 +24,9 @@ from tfpar.pipeline.execution.state_changes import added_changes, values_after
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
 from tfpar.pipeline.graph.ir import Value
-from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.segments import Segment, segments
+from tfpar.placement.devices import follow_data
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 

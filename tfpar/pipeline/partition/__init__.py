@@ -1,1 +1,1 @@
-"""The assignment of a model's layer calls to stages, and of its weights to devices."""
+"""The assignment of a model's layer calls to stages."""

@@ -18,8 +18,8 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
 from tfpar.pipeline.partition.layer_settings import settings_of
 from tfpar.pipeline.partition.stages import bytes_per_example
+from tfpar.placement.owners import num_bytes
 from tfpar.reduction.gradient_addition import dense_part
-from tfpar.reduction.weight_owners import num_bytes
 
 _REPEATS = 3
 

@@ -11,9 +11,8 @@ import tensorflow as tf
 from tfpar import cluster
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.graph.ir import Graph, Value
-from tfpar.pipeline.partition.placement import owners
-from tfpar.pipeline.partition.stages import Stage, bytes_per_example, users_of
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.pipeline.partition.stages import Stage, bytes_per_example, owner_of, users_of
+from tfpar.placement.owners import homes, num_bytes
 
 
 class Traffic(NamedTuple):
@@ -140,11 +139,11 @@ def _activation_bytes(graph: Graph, stages: Sequence[Stage], machines: Sequence[
 
 def _gradient_bytes(model: keras.Model, stages: Sequence[Stage], machines: Sequence[Sequence[str]]) -> int:
     """Return the bytes of gradients and of copied weights between machines."""
-    owner_of, users = owners(model, stages, len(machines)), users_of(stages)
+    home_of, users = homes(model, owner_of(stages, model.variables), len(machines)), users_of(stages)
     trained = set(map(id, model.trainable_variables))
     total = 0
     for variable in model.variables:
-        replica, stage = owner_of[id(variable)]
+        replica, stage = home_of[id(variable)]
         readers = [of_one[user] for of_one in machines for user in users.get(id(variable), ())]
         num_away = sum(reader != machines[replica][stage] for reader in readers)
         total += num_away * num_bytes(variable) * (2 if id(variable) in trained else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class DividedState(abc.ABC):
         self._is_lent = False
 
     @abc.abstractmethod
-    def _choose(self, weights: Sequence[keras.Variable]) -> list[int]:
-        """Return the owner of each weight, equal on all workers."""
+    def _choose(self, weights: Iterable[keras.Variable], known: Mapping[int, int]) -> dict[int, int]:
+        """Return the owner of each weight by the weight's `id`, equal on all workers; the known ones stay."""
 
     @abc.abstractmethod
     def _rank_of(self, owner: int) -> int:
@@ -56,9 +56,7 @@ class DividedState(abc.ABC):
         known = self._tables.get(model)
         if known is None or not found.keys() <= known.keys():
             kept = known if known is not None and built else {}
-            added = [weight for key, weight in found.items() if key not in kept]
-            owners = dict(zip(map(id, added), self._choose(added), strict=True))
-            known = self._tables[model] = kept | owners
+            known = self._tables[model] = kept | self._choose(found.values(), kept)
         return known
 
     @abc.abstractmethod

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_divided_optimizer, keras_divided_state, tf_divided_memory, tf_replica_memory
-from tfpar.reduction.weight_division import largest_first
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import choose_owners
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, Group
 from tfpar.strategies.multi_worker.divided_state import DividedState
 from tfpar.strategies.multi_worker.stage_sums import StageSums, place_of
@@ -40,13 +39,14 @@ class StageShards(DividedState):
         self._sums = sums
         tf_replica_memory.swap_owned_averages()
 
-    def _choose(self, weights: Sequence[keras.Variable]) -> list[int]:
-        owners = [0] * len(weights)
-        for numbers in _by_home(weights).values():
-            sizes = [num_bytes(weights[number]) for number in numbers]
-            for number, owner in zip(numbers, largest_first(sizes, self._worker.num_workers), strict=True):
-                owners[number] = owner
-        return owners
+    def _choose(self, weights: Iterable[keras.Variable], known: Mapping[int, int]) -> dict[int, int]:
+        # Those of each device separately, divided weights with their first piece.
+        return choose_owners(
+            weights,
+            self._worker.num_workers,
+            known,
+            lambda weight: place_of(tf_divided_memory.memories_of(weight)[0].device),
+        )
 
     def _rank_of(self, owner: int) -> int:
         return owner
@@ -112,14 +112,6 @@ class StageShards(DividedState):
                 [()] * len(of_place),
                 PACK_BYTES,
             )
-
-
-def _by_home(weights: Sequence[keras.Variable]) -> Mapping[tuple[str, int], list[int]]:
-    """Return the numbers of the weights of each device, divided ones of their first; equal on all workers."""
-    found: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
-    for number, weight in enumerate(weights):
-        found[place_of(tf_divided_memory.memories_of(weight)[0].device)].append(number)
-    return found
 
 
 def _in_pieces(optimizer: Any, owners: Sequence[int]) -> contextlib.AbstractContextManager[None]:

@@ -9,17 +9,16 @@ Gradients are all-reduced as without shards, during the backward pass; the new w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_divided_state, tf_replica_memory
-from tfpar.pipeline.partition.placement import follow_data
+from tfpar.placement.devices import follow_data
+from tfpar.placement.owners import choose_owners
 from tfpar.reduction import objective
-from tfpar.reduction.weight_division import largest_first
-from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.multi_worker.collectives import Group
 from tfpar.strategies.multi_worker.divided_state import DividedState
 from tfpar.strategies.multi_worker.weight_exchange import exchange
@@ -48,8 +47,8 @@ class WorkerShards(DividedState, OptimizerShards):
         self._replicas, self._pack_bytes = replicas, pack_bytes
         self._first = worker.rank * len(self._devices)
 
-    def _choose(self, weights: Sequence[keras.Variable]) -> list[int]:
-        return largest_first(list(map(num_bytes, weights)), self._replicas.num_members)
+    def _choose(self, weights: Iterable[keras.Variable], known: Mapping[int, int]) -> dict[int, int]:
+        return choose_owners(weights, self._replicas.num_members, known)
 
     def _rank_of(self, owner: int) -> int:
         return owner // len(self._devices)

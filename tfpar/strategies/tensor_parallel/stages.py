@@ -16,8 +16,8 @@ import keras
 
 from tfpar._compat import keras_divided_penalties, keras_variables
 from tfpar.pipeline.graph.ir import Call, Graph, Value
-from tfpar.pipeline.partition.placement import owners
-from tfpar.pipeline.partition.stages import Stage, users_of
+from tfpar.pipeline.partition.stages import Stage, owner_of, users_of
+from tfpar.placement.owners import homes
 from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.layout import Layout, Way
 from tfpar.strategies.tensor_parallel.rules import Rules
@@ -106,10 +106,10 @@ def divide_stages(
     for stage, first in zip(stages, devices[0], strict=True):
         layout = layout_of(model, graph, len(groups[first]), rules, stage.calls, whole)
         found[stage.index] = layout, DividedStage(stage.calls, stage.outputs, layout.ways, groups[first])
-    owner_of_each = owners(model, stages, len(devices))
+    home_of = homes(model, owner_of(stages, model.variables), len(devices))
 
-    def homes(variable: Any) -> list[str]:
-        replica, stage = owner_of_each[id(variable)]
+    def devices_of(variable: Any) -> list[str]:
+        replica, stage = home_of[id(variable)]
         return list(map(keras_variables.full_name, groups[devices[replica][stage]]))
 
     divisions = {key: division for layout, _ in found.values() for key, division in layout.weights.items()}
@@ -118,7 +118,7 @@ def divide_stages(
         warn_of_nothing(model, reasons, has_stages=True)
     elif warns and rules is None:
         warn_of_whole(model, graph.calls, divisions, reasons)
-    updates.place(model, divisions, homes)
+    updates.place(model, divisions, devices_of)
     return found
 
 

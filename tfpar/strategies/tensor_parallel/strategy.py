@@ -24,7 +24,7 @@ from tfpar.layout import Layout
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline.graph import tracing as model_graph
-from tfpar.pipeline.partition.placement import follow_data
+from tfpar.placement.devices import follow_data
 from tfpar.reduction import gathered_classes, objective
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.batches_ahead import HOST, StepBatch

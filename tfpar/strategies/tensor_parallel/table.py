@@ -11,7 +11,7 @@ import keras
 from tfpar._compat import keras_variables, tf_divided_memory
 from tfpar.messages import user_warnings
 from tfpar.pipeline.graph.ir import Call
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import num_bytes
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.runner import DividedModel

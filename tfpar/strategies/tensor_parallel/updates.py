@@ -15,9 +15,8 @@ from tfpar._compat import (
     keras_weight_placement,
     tf_divided_memory,
 )
-from tfpar.pipeline.partition.placement import follow_data
-from tfpar.reduction.weight_division import largest_first
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.devices import follow_data
+from tfpar.placement.owners import largest_first, num_bytes
 from tfpar.strategies.tensor_parallel.layout import Division, Layout
 from tfpar.strategies.tensor_parallel.table_copies import TableCopies
 

@@ -11,7 +11,7 @@ import keras
 
 from tfpar._compat import keras_blocks
 from tfpar.pipeline.graph.ir import Call, Graph
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import num_bytes
 from tfpar.strategies.tensor_parallel.attention_ways import attention_ways
 from tfpar.strategies.tensor_parallel.convolution_ways import (
     CHANNELWISE,

@@ -3,92 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement, tf_graph, tf_tapes
-from tfpar.pipeline.partition.stages import Stage, owner_of
-from tfpar.reduction.weight_division import largest_first
-from tfpar.reduction.weight_owners import num_bytes
+from tfpar.placement.owners import Home
 
 _MANY = 2**62
 
 
-def place_weights(
-    model: keras.Model,
-    stages: Sequence[Stage],
-    devices: Sequence[str],
-    others: Sequence[Sequence[str]] = (),
-    *,
-    shards_weights: bool = False,
-) -> None:
-    """Place every weight on the device of its stage; a weight of several stages on the device of the first.
-
-    With several replicas, the trained weights of a stage are divided over their devices, with about as many bytes on
-    each, so that each replica updates a part of them and holds a part of the optimizer's state. Sharded weights are
-    divided over the replicas for the whole model, untrained ones too.
+def place_weights(model: keras.Model, homes: Mapping[int, Home], devices: Sequence[Sequence[str]]) -> None:
+    """Place every weight on the device of its home.
 
     A weight without allocated memory is allocated there, so that a model larger than any single device can be built.
     Existing optimizer state moves with its weight.
 
     Args:
         model: A model with built layers.
-        stages: The stages of the model.
-        devices: The device of each stage.
-        others: The device of each stage on each further replica.
-        shards_weights: Whether all stages of a replica are on one device.
+        homes: The home of each variable, by the variable's `id`.
+        devices: The device of each stage, for each replica.
 
     Example:
-        >>> from tfpar.pipeline.graph.tracing import trace
-        >>> from tfpar.pipeline.partition.stages import split_graph
-        >>> layers = [keras.layers.Dense(4), keras.layers.Dense(2)]
-        >>> model = keras.Sequential([keras.Input((4,)), *layers])
-        >>> place_weights(model, split_graph(trace(model), [1, 1]), ["CPU:0", "CPU:1"])
-        >>> layers[1].kernel.value.device[-5:]
+        >>> layer = keras.layers.Dense(4)
+        >>> model = keras.Sequential([keras.Input((4,)), layer])
+        >>> place_weights(model, {id(weight): Home(0, 1) for weight in model.variables}, [["CPU:0", "CPU:1"]])
+        >>> layer.kernel.value.device[-5:]
         'CPU:1'
     """
-    owner_of_each = (sharded_owners if shards_weights else owners)(model, stages, 1 + len(others))
-    all_devices = [devices, *others]
     moved = []
     for variable in model.variables:
-        replica, stage = owner_of_each[id(variable)]
-        moved.append(keras_weight_placement.place(variable, all_devices[replica][stage]))
+        replica, stage = homes[id(variable)]
+        moved.append(keras_weight_placement.place(variable, devices[replica][stage]))
     optimizer = keras_variables.optimizer_of(model)
     if any(moved) and optimizer is not None and optimizer.built:
         keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
-
-
-def owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> dict[int, tuple[int, int]]:
-    """Return the replica and the stage of each variable by the variable's `id`.
-
-    Args:
-        model: A model with built layers.
-        stages: The stages of the model.
-        num_replicas: Number of replicas.
-    """
-    stage_of = owner_of(stages, model.variables)
-    found = {id(variable): (0, stage_of[id(variable)]) for variable in model.variables}
-    for stage in set(stage_of.values()):
-        weights = [variable for variable in model.trainable_variables if stage_of[id(variable)] == stage]
-        owners = largest_first(list(map(num_bytes, weights)), num_replicas)
-        found.update((id(weight), (replica, stage)) for weight, replica in zip(weights, owners, strict=True))
-    return found
-
-
-def sharded_owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> dict[int, tuple[int, int]]:
-    """Return the replica of each variable by the variable's `id`, with about as many bytes on each, and its stage.
-
-    Args:
-        model: A model with built layers.
-        stages: The stages of the model.
-        num_replicas: Number of replicas.
-    """
-    stage_of = owner_of(stages, model.variables)
-    replicas = largest_first(list(map(num_bytes, model.variables)), num_replicas)
-    return {id(one): (replica, stage_of[id(one)]) for one, replica in zip(model.variables, replicas, strict=True)}
 
 
 @contextlib.contextmanager
