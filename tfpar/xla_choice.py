@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_variables, tf_determinism
+from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_memory_elsewhere
 from tfpar.messages import user_warnings
 from tfpar.messages.received import excerpt
 
@@ -112,7 +112,10 @@ class Fallback:
         slots = [] if model.optimizer is None else [one for one in model.optimizer.variables if len(one.shape)]
         updated = {id(variable) for variable in (*model.trainable_variables, *slots)}
         others = [variable for variable in keras_variables.state(model) if id(variable) not in updated]
-        self._values = [(one, one.numpy()) for one in others if keras_variables.is_allocated(one)]
+        held = [
+            one for one in others if keras_variables.is_allocated(one) and not tf_memory_elsewhere.is_elsewhere(one)
+        ]
+        self._values = [(variable, variable.numpy()) for variable in held]
 
     def leave_xla(self) -> None:
         """Set back what the failed step has changed; the next trace is without XLA."""

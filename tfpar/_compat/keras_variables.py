@@ -152,9 +152,8 @@ def is_allocated(variable: Any) -> bool:
 
 def is_on(variable: Any, device: str) -> bool:
     """Return whether the memory of a variable is on a device: `"GPU:1"` of this process, or one by its full name."""
-    if not is_allocated(variable) or tf_divided_memory.is_divided(variable):
-        return False
-    return full_name(variable._value.device) == full_name(device)
+    of_memory = None if tf_divided_memory.is_divided(variable) else getattr(variable._value, "device", None)
+    return of_memory is not None and full_name(of_memory) == full_name(device)
 
 
 def are_apart(variables: Iterable[Any]) -> bool:

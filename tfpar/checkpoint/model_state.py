@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_divided_state
+from tfpar._compat import keras_sharded_slots, tf_memory_elsewhere
 from tfpar.checkpoint import file_format, host_copies
 from tfpar.checkpoint.held_arrays import HeldArray
 from tfpar.checkpoint.model_differences import refusal
@@ -106,7 +106,7 @@ def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dic
 
 def _array(variable: Any) -> np.ndarray:
     """Return a copy of a variable, or the array that another process has lent to it."""
-    lent = keras_divided_state.lent_array(variable)
+    lent = tf_memory_elsewhere.lent_array(variable)
     return storable(np.asarray(variable.numpy() if lent is None else lent))
 
 
@@ -209,7 +209,7 @@ def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str
     pack: dict[str, Any] = {}
     size_bytes = 0
     for name, variable in state_variables(model).items():
-        if keras_divided_state.is_divided(variable):
+        if keras_sharded_slots.holder_of(variable) is not None:
             continue
         pack[name] = variable
         size_bytes += math.prod(variable.shape) * _kind(variable).itemsize
@@ -256,7 +256,7 @@ def digest(model: keras.Model) -> str:
     """
     total = hashlib.sha256()
     for name, variable in state_variables(model).items():
-        if name.startswith("metrics/") or keras_divided_state.is_divided(variable):
+        if name.startswith("metrics/") or keras_sharded_slots.holder_of(variable) is not None:
             continue
         array = _array(variable)
         total.update(f"{name} {array.dtype.str} {array.shape}\n".encode())

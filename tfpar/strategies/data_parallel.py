@@ -25,6 +25,7 @@ from tfpar.per_model import PerModel
 from tfpar.reduction import objective
 from tfpar.reduction.gradient_order import compute_early
 from tfpar.reduction.indexed_slices import Lookups, kinds_of, lookups_of
+from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.row_numbers import Sources
 from tfpar.reduction.update_order import after_reads
 from tfpar.reduction.verdict import Verdict
@@ -34,7 +35,6 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.gradient_sums import sum_gradients
-from tfpar.strategies.optimizer_shards import DividesState, only_owned
 from tfpar.strategies.replica_runs import ReplicaRuns, not_compiled
 from tfpar.strategies.replica_states import (
     assign_local_parts,
@@ -45,6 +45,7 @@ from tfpar.strategies.replica_states import (
     summed_variables,
     update_metrics_once,
 )
+from tfpar.strategies.shards_state import ShardsState
 from tfpar.strategies.single_device import forward, loss_and_gradients
 from tfpar.strategies.traced_rows import eager_kinds, may_look_up
 from tfpar.study.outputs import BatchDependentLayers, Words
@@ -62,7 +63,7 @@ _WORDS = Words(
 ENGINE_OF_REPLICAS = Engine(_WORDS, gathers=True, adds_states=True)
 
 
-class DataParallel(DividesState):
+class DataParallel(ShardsState):
     """The steps of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
 
         global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
@@ -154,6 +155,7 @@ class DataParallel(DividesState):
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Find out how replicas give the losses, metrics and states of the whole batch, or refuse the model."""
+        super().study(model, batch, kind)
         runs = self._runs_of(model)
         runs.begin(model)
         if self.num_replicas == 1:
@@ -252,14 +254,14 @@ class DataParallel(DividesState):
         lookups = self._lookups(model, gradients, number)
         compute_early(gradients, forward[0])
         owners = self._owners(model, number)
-        summed_on = owners if self._shards is not None and self._shards.sums_on_owners else ()
+        summed_on = owners if self._merges else ()
         packing = self._pack_bytes, self._compression, own_sums
         with not_compiled(model):
             sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, summed_on)
         if not owners:
             return after_reads(sums, forward, keras_model.recomputes(model))
         reads = (forward, gradients) if keras_model.recomputes(model) else forward
-        return after_reads(only_owned(sums, owners), reads, False)
+        return after_reads(_only_owned(sums, owners), reads, False)
 
     def _lookups(self, model: keras.Model, gradients: Sequence[Any], number: int) -> list[Lookups | None]:
         """Return the lookups of each gradient of an objective, of which a loss after them has none."""
@@ -281,7 +283,8 @@ class DataParallel(DividesState):
     def _apply(self, model: keras.Model, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on every replica, on the local copies of the variables; with shards, on their owners."""
         if variables and self._shards is not None:
-            self._shards.apply(model, optimizer, variables, gradients)
+            local = [None if sums is None else self._strategy.experimental_local_results(sums) for sums in gradients]
+            self._shards.apply(model, optimizer, variables, local)
         elif variables:
             with keras_optimizer.one_device_optimizer():
                 self._strategy.extended.update(
@@ -316,7 +319,7 @@ class DataParallel(DividesState):
         """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
         for optimizer, variables in objective.updates_of(model):
             if variables and self._shards is not None:
-                self._shards.finalize(model, optimizer, variables)
+                self._shards.finalize(model, optimizer)
             elif variables:
                 with self.creation_scope(), keras_optimizer.one_device_optimizer():
                     self._strategy.extended.update(
@@ -347,3 +350,15 @@ def _weights(model: keras.Model, number: int) -> Sequence[keras.Variable]:
     """Return the trained weights of an objective, or of a model without objectives."""
     objectives = objective.objectives_of(model)
     return objective.trained_by(model, objectives[number]) if objectives else model.trainable_variables
+
+
+def _only_owned(sums: Sequence[Any], owners: Sequence[int]) -> list[Any]:
+    """Return the sums of the calling replica's own weights; for each other weight a scalar, for what must come before.
+
+    Args:
+        sums: The sums of gradients, those of weights first; None for a weight without one.
+        owners: The owner of each weight, its number among the replicas of all workers.
+    """
+    own = replica_id()
+    others = [total is not None and owner != own for total, owner in zip(sums, owners, strict=False)]
+    return [tf.zeros([]) if is_other else total for total, is_other in itertools.zip_longest(sums, others)]

@@ -17,7 +17,7 @@ from tfpar.reduction import replicas
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.fully_sharded import FullySharded, check_without_effect
-from tfpar.strategies.optimizer_shards import OptimizerShards
+from tfpar.strategies.optimizer_shards import LocalCommunicator, OptimizerShards
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
@@ -94,7 +94,8 @@ class Mirrored(DataParallel):
         operations = _cross_device_ops(all_reduce, self.devices)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         super().__init__(tf.distribute.MirroredStrategy(self.devices, operations), pack_bytes, batch_dependent_layers)
-        self._shards = OptimizerShards(self._strategy) if shard is not None and self.num_replicas > 1 else None
+        if shard is not None and self.num_replicas > 1:
+            self._shards = OptimizerShards(self.job, LocalCommunicator(), self._strategy.extended.worker_devices)
         self.layout = Layout(self.num_replicas, shard=None if self._shards is None else "optimizer")
 
     @classmethod

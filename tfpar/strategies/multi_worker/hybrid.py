@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
 from tfpar.job import Job
 from tfpar.layout import check_shard
@@ -27,17 +24,19 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.multi_worker import preflight, timelines
-from tfpar.strategies.multi_worker.collectives import AllReduce
-from tfpar.strategies.multi_worker.stage_shards import StageShards
-from tfpar.strategies.multi_worker.stage_sums import StageSums
+from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce
+from tfpar.strategies.multi_worker.shard_messages import CollectiveCommunicator
+from tfpar.strategies.multi_worker.stage_sums import StageSums, place_of
 from tfpar.strategies.multi_worker.worker import Worker, config_of_job
+from tfpar.strategies.optimizer_shards import OptimizerShards
 from tfpar.strategies.pipeline import Pipeline
+from tfpar.strategies.shards_state import ShardsState
 from tfpar.strategies.staged import Staged
 from tfpar.strategies.tensor_parallel import TensorParallel
 from tfpar.strategies.tensor_parallel.replicated import check_num_replicas, replicas_of
 
 
-class Hybrid(Worker, Staged):
+class Hybrid(ShardsState, Worker, Staged):
     """Train a model in stages on several replicas of a pipeline, equal to one device.
 
                    stage 0     stage 1
@@ -88,9 +87,6 @@ class Hybrid(Worker, Staged):
         >>> trainer = tfpar.Trainer(build_model, strategy)
     """
 
-    # The owners of weights among several workers with `shard="optimizer"`.
-    _shards: StageShards | None = None
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a grid of pipelines, or in one process the replicas of a `TensorParallel`, which is no `Hybrid`."""
         inner = kwargs.get("pipeline", args[0] if args else None)
@@ -139,7 +135,10 @@ class Hybrid(Worker, Staged):
             facts = {"shard": str(shard), "grid": grid, "layout": str(pipeline.settings.layout)}
             peers = self._meet(job, names, facts, all_reduce)
             if shard is not None:
-                self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
+                communicator = CollectiveCommunicator(
+                    self.rank, self._hosts, lambda device: peers.group(place_of(device)), PACK_BYTES
+                )
+                self._shards, self.divides_state = OptimizerShards(self.job, communicator), True
         super().__init__(pipeline.settings, schedule, names, peers)
         self._planner.num_state_parts = self.num_workers if self.divides_state else 1
 
@@ -171,27 +170,16 @@ class Hybrid(Worker, Staged):
             return f"Hybrid of {grid}"
         return f"Hybrid over {self.num_workers} workers; this is worker {self.rank}, {grid}"
 
-    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Divide the model into stages, and the slots of an optimizer that was built elsewhere over the workers."""
-        super().place(model, batch, training)
-        if self._shards is not None and training:
-            self._shards.place_slots(model)
-
-    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which optimizers create their slots: with shards, each on one worker."""
-        return super().creating_slots(model) if self._shards is None else self._shards.creating_slots(model)
-
-    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Find out how micro-batches give the whole batch; with shards, compare the owners of the workers."""
-        if self._shards is not None and kind == "train":
-            self._shards.prepare(model)
-        super().study(model, batch, kind)
-
     def _update_of(self, model: keras.Model) -> Apply | None:
         if self._shards is None:
             return super()._update_of(model)
         shards = self._shards
-        return lambda gradients, weights: shards.apply(model, model.optimizer, gradients, weights)
+
+        def apply(gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:
+            sums = [None if gradient is None else (gradient,) for gradient in gradients]
+            shards.apply(model, model.optimizer, weights, sums)
+
+        return apply
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average, if the optimizer has one."""
@@ -199,15 +187,6 @@ class Hybrid(Worker, Staged):
             super().finalize_weights(model)
         else:
             self._shards.finalize(model, model.optimizer)
-
-    def whole_state(self, model: keras.Model, folder: Path | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the chief reads the slots of all workers, which must all enter it."""
-        return super().whole_state(model, folder) if self._shards is None else self._shards.whole_state(model, folder)
-
-    def assign(self, variable: keras.Variable, value: Any) -> None:
-        """Set a variable so that it reads as `value`; a slot of another worker is set there."""
-        if not keras_divided_state.is_elsewhere(variable):
-            super().assign(variable, value)
 
     def _lent_devices(self) -> list[str]:
         """Return the devices of each worker: their order in the grid depends on the model."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import keras
@@ -14,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_divided_state, tf_determinism, tf_distribute
+from tfpar._compat import tf_determinism, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
 from tfpar.layout import Layout, Shard
@@ -32,8 +30,9 @@ from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Gro
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
+from tfpar.strategies.multi_worker.shard_messages import CollectiveCommunicator
 from tfpar.strategies.multi_worker.worker import Worker, addresses_of, config_of_job
-from tfpar.strategies.multi_worker.worker_shards import WorkerShards
+from tfpar.strategies.optimizer_shards import LocalCommunicator, OptimizerShards
 from tfpar.study.outputs import BatchDependentLayers
 from tfpar.study.study import Engine
 
@@ -65,7 +64,7 @@ class MultiWorker(Worker, DataParallel):
         batch_dependent_layers: The treatment of layers in which examples depend on each other: `"refuse"` them before
             the first step, or `"gather"` the batch, so that every replica computes them on all of it.
         shard: `"optimizer"` divides the optimizer's state over the replicas of all workers (see
-            `tfpar.strategies.multi_worker.worker_shards`), `"weights"` also the weights and gradients, and the first
+            `tfpar.strategies.optimizer_shards`), `"weights"` also the weights and gradients, and the first
             process runs all steps (see `tfpar.strategies.fully_sharded`); None keeps all of it on each.
         form_seconds: The time limit for all workers to connect.
         silence_seconds: The time without a heartbeat after which a worker counts as failed.
@@ -81,7 +80,6 @@ class MultiWorker(Worker, DataParallel):
         >>> trainer.fit(dataset, epochs=5)
     """
 
-    _shards: WorkerShards | None = None
     # Between two calls the workers reduce metrics and vote on the next call, which takes milliseconds.
     seconds_per_call = 0.5
 
@@ -139,8 +137,10 @@ class MultiWorker(Worker, DataParallel):
         rank = 0 if job is None else job.rank
         self._join(strategy, addresses_of(job), rank, pack_bytes, batch_dependent_layers, options)
         if shard is not None and self.num_replicas > 1:
-            self._shards = WorkerShards(self, strategy, self._replicas, self._hosts, pack_bytes)
             self.divides_state = self.num_workers > 1
+            collective = CollectiveCommunicator(self.rank, self._hosts, lambda device: self._replicas, pack_bytes)
+            communicator = collective if self.divides_state else LocalCommunicator()
+            self._shards = OptimizerShards(self.job, communicator, strategy.extended.worker_devices)
             self.layout = dataclasses.replace(self.layout, shard="optimizer")
 
     @classmethod
@@ -209,10 +209,6 @@ class MultiWorker(Worker, DataParallel):
         of_all = f"MultiWorker over {workers}, {self.num_replicas} replicas{sharded}"
         return f"{of_all}; this is worker {self.rank} on {names}"
 
-    def whole_state(self, model: keras.Model, folder: Path | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the chief reads the slots of all workers, which must all enter it."""
-        return super().whole_state(model, folder) if self._shards is None else self._shards.whole_state(model, folder)
-
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
         """Return the batches of this worker's shards, split into per-replica batches."""
 
@@ -248,8 +244,6 @@ class MultiWorker(Worker, DataParallel):
                 f"sync='average' averages one optimizer's state, and {type(model).__name__} has objectives with "
                 "optimizers of their own. Leave sync out."
             )
-        if self._shards is not None and kind == "train":
-            self._shards.prepare(model)
         super().study(model, batch, kind)
         (self._num_rows[model],) = self.job.sum([float(data.num_rows(batch))])
 
@@ -326,15 +320,10 @@ class MultiWorker(Worker, DataParallel):
         return self._metrics.all_gather(parts)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
-        """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas.
-
-        A slot of another worker is set there.
-        """
-        if keras_divided_state.is_elsewhere(variable):
-            return
+        """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas."""
         if tf_distribute.is_summed_on_read(variable):
             self._metrics.assign_local_sum(
                 variable, value if self.is_chief else np.zeros(variable.shape, variable.dtype)
             )
         else:
-            variable.assign(value)
+            super().assign(variable, value)
