@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import random_state, tf_divided_memory
-from tfpar.pipeline.execution.divided_calls import refuse_divided
 from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
@@ -189,13 +188,12 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
     return LossProgram(loss, variables, trace, OutputFunction(function, outputs, loss.devices))
 
 
-def _captured_weights(model: keras.Model, function: Any) -> list[keras.Variable]:
-    """Return the trained weights that a function captures, instead of taking them as arguments."""
+def _captured_weights(model: keras.Model, function: Any) -> list[Any]:
+    """Return the trained weights, or their pieces, that a function captures instead of taking them as arguments."""
     handles = {id(outer) for outer, _ in function.graph.captures if outer.dtype == tf.resource}
-    found = [
-        variable
+    return [
+        piece
         for variable in model.trainable_variables
         if any(id(handle) in handles for handle in tf_divided_memory.handles_of(variable))
+        for piece in tf_divided_memory.lasting_pieces(variable)
     ]
-    refuse_divided(found, "the loss reads")
-    return found

@@ -15,6 +15,7 @@ from tfpar._compat import (
     keras_losses_in_call,
     keras_metrics,
     random_state,
+    tf_divided_memory,
     tf_function,
     tf_tapes,
 )
@@ -173,10 +174,13 @@ def _body(
 
     trackers = [variable for one in keras_metrics.trackers_of_losses(loss.model) for variable in one.variables]
     mapping = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in trackers]
-    arguments = (*variables.metric_states, *variables.layer_states, *variables.parameters)
-    mapping += zip(arguments, (*given.metric_states, *given.layer_states, *given.parameters), strict=True)
+    mapping += zip(variables.metric_states, given.metric_states, strict=True)
+    mapping += zip(variables.layer_states, given.layer_states, strict=True)
+    parameters = list(zip(variables.parameters, given.parameters, strict=True))
+    mapping += [pair for pair in parameters if tf_divided_memory.piece_of(pair[0]) is None]
     with (
         tf.device(loss.device),
+        tf_divided_memory.with_values([pair for pair in parameters if tf_divided_memory.piece_of(pair[0]) is not None]),
         tf_tapes.replaced(mapping) as scope,
         random_state.replica_seeds(lambda: given.number),
         keras_losses_in_call.scalars_weighted(lambda _: given.num_counted / given.num_examples),

@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, random_state, tf_divided_memory, tf_graph
-from tfpar.pipeline.execution.divided_calls import refuse_divided
 from tfpar.pipeline.execution.python_functions import refuse_python
 from tfpar.pipeline.execution.row_padding import can_pad, outputs_per_example
 from tfpar.pipeline.execution.stage_functions import StageFunctions
@@ -136,7 +135,6 @@ def _captured(trace: StageTrace, variables: Iterable[keras.Variable]) -> list[ke
     """Return the variables that a traced graph captures, instead of taking them as arguments."""
     handles = {id(outer) for outer, _ in trace.graph.captures if outer.dtype == tf.resource}
     unseen = [one for one in variables if any(id(handle) in handles for handle in tf_divided_memory.handles_of(one))]
-    refuse_divided(unseen, "another layer reads")
     return [*unseen, random_state.state_of_no_layer()] if trace.draws_from_no_layer else unseen
 
 
