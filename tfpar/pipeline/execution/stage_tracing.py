@@ -259,7 +259,7 @@ def _check_parameters(parameters: Sequence[Any], changed: Sequence[tf.Tensor | N
     for variable, new in zip(parameters, changed, strict=True):
         if new is not None:
             raise ValueError(
-                f"In a pipeline, only the optimizer can change a trained weight, received a layer that assigns "
+                f"In stages and shards, only the optimizer can change a trained weight, received a layer that assigns "
                 f"{variable.path!r} in its call (as SpectralNormalization does). Leave that layer out, or train on "
                 "SingleDevice()."
             )
@@ -273,8 +273,8 @@ def _check_reads(
     for place in hidden_reads(graph, [*trained, *inputs]):
         name = repr(variables.parameters[place].path) if place < len(trained) else "the output of an earlier layer"
         raise ValueError(
-            "A stage gives layers the values of their weights, and a function with a gradient of its own must take "
-            f"all that is trained as arguments, received one that reads {name}. Make it an argument; in place of "
+            "Stages and shards give layers the values of their weights, and a function with a gradient of its own must "
+            f"take all that is trained as arguments, received one that reads {name}. Make it an argument; in place of "
             "tf.recompute_grad and keras.remat, a pipeline has recompute=True. Or train on SingleDevice() or "
             "Mirrored()."
         )
@@ -293,7 +293,7 @@ def _check_losses_in_call(
     later = reached_from(whole)
     if any(part.op in later for part in dense_parts(outputs)):
         raise ValueError(
-            "In a pipeline, a loss computed in call() must be used in the same stage if it has trained weights or is "
+            "In stages, a loss computed in call() must be used in the same stage if it has trained weights or is "
             f"transformed by more than a constant factor, but stage {stage.index} sends it to a later stage. Change "
             "the cuts with balance, or train on SingleDevice() or Mirrored()."
         )
@@ -302,9 +302,9 @@ def _check_losses_in_call(
     for gradient in gradients:
         if gradient is not None and gradient.op in varying:
             raise ValueError(
-                "In a pipeline, a layer can add the value of a loss object, or a function of it, but not its product "
-                f"with another value of the examples, as in stage {stage.index}. Add each as a separate loss, or train "
-                "on SingleDevice() or Mirrored()."
+                "In stages and shards, a layer can add the value of a loss object, or a function of it, but not its "
+                f"product with another value of the examples, as in stage {stage.index}. Add each as a separate loss, "
+                "or train on SingleDevice() or Mirrored()."
             )
 
 

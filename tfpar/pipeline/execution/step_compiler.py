@@ -164,8 +164,9 @@ def check_own_loss(model: keras.Model, programs: Programs) -> None:
     if keras_model.overridden(model, "compute_loss") and (penalized or adds):
         what = f"a penalty on {penalized[0]!r}" if penalized else f"an added loss in stage {adds[0]}"
         raise ValueError(
-            "In a pipeline, a model that overrides compute_loss cannot have regularizers or losses from add_loss, "
-            f"received {type(model).__name__} with {what}. Do not override compute_loss, or train on SingleDevice()."
+            "In stages and shards, a model that overrides compute_loss cannot have regularizers or losses from "
+            f"add_loss, received {type(model).__name__} with {what}. Do not override compute_loss, or train on "
+            "SingleDevice()."
         )
 
 
