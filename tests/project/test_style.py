@@ -39,7 +39,7 @@ LADDER = [
     ["pipeline.graph", "reduction"],
     ["study"],
     ["checkpoint", "pipeline.partition"],
-    ["pipeline.execution"],
+    ["pipeline.execution", "sharding"],
     ["pipeline.analysis"],
     ["strategies"],
     ["strategies.multi_worker"],

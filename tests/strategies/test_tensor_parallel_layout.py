@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tfpar.strategies.tensor_parallel.layout import Cut, Division, Layout, Offer, Way, Weight, even_sizes, plan
-from tfpar.strategies.tensor_parallel.rules import axes_by_rules, check_rules
+from tfpar.sharding.layout import Cut, Division, Layout, Offer, Way, Weight, even_sizes, plan
+from tfpar.sharding.rules import axes_by_rules, check_rules
 
 
 def dense(name: str, inputs: tuple[str, ...], rows: int, columns: int, kernel: str = "") -> Offer:

@@ -26,9 +26,9 @@ from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Measured
 from tfpar.planning.search import OUT_OF_MEMORY, Failed
 from tfpar.reduction.weight_owners import num_bytes
+from tfpar.sharding.model_layout import layout_of
 from tfpar.strategies import SingleDevice, Strategy
 from tfpar.strategies.staged import ADVICE_OF_PIPELINES, WORDS_OF_STAGES
-from tfpar.strategies.tensor_parallel.ways import layout_of
 from tfpar.study.known_layers import check_synchronized, normalizing
 from tfpar.study.observation import Mode
 from tfpar.study.outputs import study_outputs

@@ -16,11 +16,11 @@ from tfpar.layout import Layout, ScheduleName, check_count
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
+from tfpar.sharding.rules import Rules, check_rules
 from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.staged import Settings, Staged
-from tfpar.strategies.tensor_parallel.rules import Rules, check_rules
 from tfpar.strategies.worker_watch import WorkerWatch
 
 Parameters = ParamSpec("Parameters")

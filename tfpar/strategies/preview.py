@@ -6,14 +6,23 @@ import dataclasses
 import functools
 import html
 from base64 import b64encode
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import keras
+
+from tfpar._compat import keras_variables, tf_divided_memory
 from tfpar.files import atomic_file
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import timeline_plot
 from tfpar.pipeline.analysis.stage_table import StageRow
+from tfpar.pipeline.graph.ir import Call
 from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.simulator import Durations, Timeline
+from tfpar.reduction.weight_owners import num_bytes
+from tfpar.sharding.layout import Layout
+from tfpar.sharding.whole_layers import lines_of, whole_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,3 +126,47 @@ def replicas_table(title: str, rows: tuple[ReplicaRow, ...], num_replicas: int) 
     if num_replicas > 1:
         lines.append(f"{three_digits(rows[0].gradient_bytes / 1e6)} MB of gradients are summed in every step")
     return "\n".join(lines)
+
+
+def shards_preview(
+    title: str, model: keras.Model, calls: Sequence[Call], layout: Layout, num_examples: int,
+    replicas: Sequence[Sequence[str]],
+) -> Preview:  # fmt: skip
+    """Return the preview of a step of a model in one stage.
+
+    Args:
+        title: The first line.
+        model: A model with divided weights.
+        calls: Its layer calls.
+        layout: Their layout.
+        num_examples: The size of a batch, of which each device of a replica computes with the part of the replica.
+        replicas: The devices of the shards of each replica.
+    """
+    optimizer = keras_variables.optimizer_of(model)
+    trained, weights, slots = (
+        [piece for variable in variables for piece in tf_divided_memory.pieces_of(variable)]
+        for variables in (model.trainable_variables, model.variables, optimizer.variables if optimizer else ())
+    )
+    rows = []
+    for devices in replicas:
+        for device, same_shard in zip(devices, zip(*replicas, strict=True), strict=True):
+            # The weights of its shard; those that another replica owns are copied during a step.
+            own, own_slots = _on(weights, same_shard), _on(slots, [device])
+            gradient_bytes = sum(map(num_bytes, _on(trained, same_shard)))
+            rows.append(
+                ReplicaRow(
+                    device.removeprefix("/device:"),
+                    -(-num_examples // len(replicas)),
+                    sum(int(weight.shape.num_elements() or 0) for weight in own),
+                    sum(map(num_bytes, [*own, *own_slots])) + gradient_bytes,
+                    gradient_bytes,
+                )
+            )
+    table = replicas_table(title, tuple(rows), len(replicas))
+    lines = lines_of(calls, layout) or ["no layer is divided"]
+    lines.append(whole_share(model, calls, layout.weights, layout.whole)[1])
+    return Preview("\n".join([table, "", *lines]), tuple(rows))
+
+
+def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
+    return [one for one in variables if any(keras_variables.is_on(one, device) for device in devices)]

@@ -31,11 +31,11 @@ from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.sharding.layout import Layout
+from tfpar.sharding.rules import Rules
+from tfpar.sharding.stages import DividedStage, Groups, divide_stages
 from tfpar.strategies.free_memory import within_free_memory
 from tfpar.strategies.model_version import ModelVersion
-from tfpar.strategies.tensor_parallel.layout import Layout
-from tfpar.strategies.tensor_parallel.rules import Rules
-from tfpar.strategies.tensor_parallel.stages import DividedStage, Groups, divide_stages
 
 
 class StagePlanner:
@@ -125,12 +125,13 @@ class StagePlanner:
         """Place the weights of a functional model before its first batch, without measured times."""
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
             with self._raising(), random_state.stand_in_generator():
-                graph = model_graph.trace(model)
+                graph = self._trace(model)
                 balance = self._balance_of(model, graph)
                 balance = "parameters" if balance in ("time", "flops") else balance
                 costs = self._measure(graph, balance, (), 1)
-            # Whether a rule fits depends on the stages, which are others with measured times.
-            self._cut(model, graph, balance, costs, 1)
+            # Whether a rule fits depends on the stages; several are others with measured times.
+            rules = self._rules if self._divides_one_stage else None
+            self._cut(model, graph, balance, costs, 1, warns=self._divides_one_stage, rules=rules)
 
     def plan(self, model: keras.Model, batch: Any) -> None:
         """Cut a model into stages at its first batch, and again for an optimizer that needs more memory.
@@ -212,11 +213,22 @@ class StagePlanner:
         with self._raising(), random_state.stand_in_generator():
             model_graph.build(model, given)
             with keras_losses.collect_added_losses(list):
-                graph = model_graph.trace(model, given)
+                graph = self._trace(model, given)
             balance = self._balance_of(model, graph)
             costs = self._measure(graph, balance, model_graph.standardize(model, given), size)
-        self._cut(model, graph, balance, costs, size, warns=True, rules=self._rules)
+        warned = self._divides_one_stage and model in self._partitions
+        self._cut(model, graph, balance, costs, size, warns=not warned, rules=self._rules)
         self._hide_transfers(model, size)
+
+    @property
+    def _divides_one_stage(self) -> bool:
+        """Whether a replica is one stage of shards, whose layout needs no balance."""
+        return bool(self._groups) and self._schedule.num_stages == 1
+
+    def _trace(self, model: keras.Model, inputs: Any = None) -> model_graph.Graph:
+        """Trace a model; several stages keep blocks whole, as sizes that a block reads would cross their cuts."""
+        opens = self._divides_one_stage
+        return model_graph.trace(model, inputs, opens_blocks=opens, symbolic_sizes=opens)
 
     def _measure(
         self, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int

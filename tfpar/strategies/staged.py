@@ -33,16 +33,16 @@ from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
 from tfpar.reduction.verdict import Verdict
+from tfpar.sharding import updates
+from tfpar.sharding.rules import Rules
+from tfpar.sharding.stages import groups_of
+from tfpar.sharding.whole_layers import lines_of
 from tfpar.strategies import turns
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.hidden_errors import revealed
-from tfpar.strategies.preview import Preview
+from tfpar.strategies.preview import Preview, shards_preview
 from tfpar.strategies.single_replica import SingleReplica
 from tfpar.strategies.stage_planner import StagePlanner
-from tfpar.strategies.tensor_parallel import updates
-from tfpar.strategies.tensor_parallel.rules import Rules
-from tfpar.strategies.tensor_parallel.stages import groups_of
-from tfpar.strategies.tensor_parallel.table import lines_of
 from tfpar.study.known_layers import check_parts, check_synchronized
 from tfpar.study.outputs import Words
 from tfpar.study.report import gathering
@@ -63,10 +63,10 @@ ADVICE_OF_PIPELINES = re.compile(
 class Settings(NamedTuple):
     """The settings of a pipeline that do not depend on its devices; see `Pipeline`."""
 
-    balance: Balance | Sequence[int] | Sequence[str]
-    recompute: bool
-    memory_limit_bytes: int | None
-    allow_batch_dependent_layers: bool
+    balance: Balance | Sequence[int] | Sequence[str] = "parameters"
+    recompute: bool = False
+    memory_limit_bytes: int | None = None
+    allow_batch_dependent_layers: bool = False
     num_shards: int = 1
     layout: Rules | None = None
 
@@ -85,6 +85,7 @@ class Staged(SingleReplica):
 
     compiles_with_xla = False
     has_schedule = cuts_model = True
+    noun = "A pipeline"
 
     def __init__(
         self,
@@ -160,8 +161,8 @@ class Staged(SingleReplica):
         check_parts(model, training=False)
         if objective.objectives_of(model):
             raise ValueError(
-                f"A pipeline trains with the loss of compile, after the last stage, and {type(model).__name__} has "
-                "objectives. Train it with SingleDevice, Mirrored or MultiWorker."
+                f"{self.noun} trains with the loss of compile, and {type(model).__name__} has objectives. Train it "
+                "with SingleDevice, Mirrored or MultiWorker."
             )
         if self._planner.forget_changed(model):
             self._steps.pop(model)
@@ -198,7 +199,7 @@ class Staged(SingleReplica):
     def _check_update(self, model: keras.Model, training: bool) -> None:
         """Refuse an optimizer that cannot update divided weights, and divide what it has of them."""
         if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
-            updates.check_optimizer(model, "A pipeline with num_shards")
+            updates.check_optimizer(model, f"{self.noun}{' with num_shards' * self.has_schedule}")
             updates.place_slots(model)
 
     def _peers_of(self, model: keras.Model) -> Peers | None:
@@ -246,7 +247,13 @@ class Staged(SingleReplica):
             )
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
-        """Return the measured stages, the predicted step and the picture of its schedule."""
+        """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
+        if not self.has_schedule:
+            ((layout, stage),) = self._planner.divided_stages(model)
+            num_examples = int(data.num_rows(batch))
+            return shards_preview(
+                self.describe(), model, stage.calls, layout, num_examples, list(self._groups.values())
+            )
         prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
         between_workers = describe_traffic(self._planner.grids_of(model))
         divided = self._planner.divided_stages(model)
@@ -384,7 +391,7 @@ def _check_no_scope(model: keras.Model) -> None:
     """Refuse layers that compute no gradients of values that a stage gives their weights."""
     if layers := keras_model.recomputed_layers(model):
         raise ValueError(
-            "A stage gives layers the values of their weights, of which keras.RematScope computes no gradients, "
-            f"received {layers[0].name!r} from such a scope. Build it outside of one; a pipeline recomputes its layers "
-            "with recompute=True."
+            "Stages and shards give layers the values of their weights, of which keras.RematScope computes no "
+            f"gradients, received {layers[0].name!r} from such a scope. Build it outside of one, or train on "
+            "Mirrored(); a pipeline recomputes its layers with recompute=True."
         )

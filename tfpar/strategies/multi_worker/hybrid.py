@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from tfpar import data
 from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
 from tfpar.job import Job
-from tfpar.layout import check_shard
+from tfpar.layout import check_count, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
@@ -34,7 +33,6 @@ from tfpar.strategies.multi_worker.worker import Worker, config_of_job
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.staged import Staged
 from tfpar.strategies.tensor_parallel import TensorParallel
-from tfpar.strategies.tensor_parallel.replicated import check_num_replicas, replicas_of
 
 
 class Hybrid(Worker, Staged):
@@ -59,8 +57,7 @@ class Hybrid(Worker, Staged):
     Of a pipeline with `num_shards`, the grid has replicas x stages x shards; the devices of a stage are consecutive.
 
     Of a `TensorParallel`, each replica has the shards of every layer on its own devices, and a part of every global
-    batch. The loss is computed from the outputs of all replicas on the first device. In a job of several workers each
-    replica is a pipeline of one stage of such shards, and computes the loss of its part.
+    batch as its one micro-batch.
 
     Args:
         pipeline: The pipeline of each replica; `num_microbatches` are those of one replica. Or a `TensorParallel`.
@@ -70,9 +67,7 @@ class Hybrid(Worker, Staged):
         all_reduce: How gradients are summed over workers: `"ring"`, on GPUs `"nccl"`, or `"auto"`.
         form_seconds: The time limit for all workers to connect.
         shard: `"optimizer"` divides the optimizer's state of each stage over the workers too; None divides it over the
-            replicas of a process only, which has no cost. With a `TensorParallel` in one process, `"optimizer"` divides
-            the divided weights and their state over the replicas, and None leaves them with the first; over workers it
-            is as with a pipeline.
+            replicas of a process only, which has no cost.
         silence_seconds: The time without a heartbeat after which a worker counts as failed. A pipeline with
             `across_workers` has both time limits of its own.
 
@@ -91,13 +86,6 @@ class Hybrid(Worker, Staged):
     # The owners of weights among several workers with `shard="optimizer"`.
     _shards: StageShards | None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a grid of pipelines, or in one process the replicas of a `TensorParallel`, which is no `Hybrid`."""
-        inner = kwargs.get("pipeline", args[0] if args else None)
-        if isinstance(inner, TensorParallel) and not tf_config.has_other_workers(os.environ):
-            return replicas_of(*args, **kwargs)
-        return super().__new__(cls)
-
     @keyword_arguments.named
     def __init__(
         self,
@@ -110,13 +98,14 @@ class Hybrid(Worker, Staged):
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        pipeline = _check(pipeline, num_replicas)
+        _check(pipeline, num_replicas)
         check_shard(shard, ("optimizer",))
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
         self.layout = dataclasses.replace(pipeline.layout, num_replicas=num_replicas, shard=shard)
         schedule = pipeline.schedule.replicated(num_replicas)
         given = pipeline.given_devices if devices is None else devices
         self._lent, self._watch = pipeline.lent, pipeline.watch
+        self.has_schedule, self.noun = pipeline.has_schedule, pipeline.noun
         if self._lent is not None:
             self._check_all_reduce(all_reduce)
             orders = grid_devices.across_workers(num_replicas, pipeline.schedule.num_devices, self._lent, given)
@@ -306,18 +295,15 @@ class Hybrid(Worker, Staged):
         return batch, LocalPart(num_counted, num_counted)
 
 
-def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
-    if isinstance(pipeline, TensorParallel):
-        pipeline = _one_stage(pipeline)
-    if not isinstance(pipeline, Pipeline):
+def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> None:
+    if not isinstance(pipeline, Pipeline | TensorParallel):
         raise TypeError(
             f"pipeline must be a tfpar.Pipeline or tfpar.TensorParallel, received {excerpt(repr(pipeline))}. Write "
             "tfpar.Hybrid(tfpar.Pipeline(num_stages=2, num_microbatches=8), num_replicas=2)."
         )
-    check_num_replicas(pipeline, num_replicas)
-    return pipeline
-
-
-def _one_stage(shards: TensorParallel) -> Pipeline:
-    """Return a pipeline of one stage, divided as the layers of a `TensorParallel`."""
-    return Pipeline(1, 1, devices=shards.given_devices, num_shards=shards.num_shards, layout=shards.rules)
+    check_count("num_replicas", num_replicas)
+    if pipeline.given_devices is not None and num_replicas > 1:
+        raise ValueError(
+            f"The devices of all replicas are an argument of Hybrid, received devices={pipeline.given_devices} of its "
+            "first argument. Leave them out there, and give devices to Hybrid."
+        )

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_variables, tf_divided_memory
 from tfpar.pipeline.graph.ir import Value
-from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.pieces import Pieces, sent
+from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding.pieces import Pieces, sent
 
 
 class Placed:
@@ -33,7 +33,7 @@ class Placed:
         if not isinstance(held, Pieces):
             return held
         if value not in self._whole:
-            tensor = pieces_of.gathered(held.tensors, held.axis, self.devices, held.computed)
+            tensor = pieces_of.gathered(held.tensors, held.axis, self.devices)
             self._whole[value] = keras_model.with_mask(tensor, held.mask)
         return self._whole[value]
 

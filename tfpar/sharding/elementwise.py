@@ -10,11 +10,10 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.reduction.row_scores import RowScores
-from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.layout import Cut, Way
-from tfpar.strategies.tensor_parallel.pieces import Pieces
-from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask
+from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding.layout import Cut, Way
+from tfpar.sharding.pieces import Pieces
+from tfpar.sharding.placed_values import Placed, layer_mask
 
 _ACTIVATIONS = {
     "celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh",
@@ -53,9 +52,7 @@ def activates_pieces(layer: Any) -> bool:
     return layer.activation is None or is_elementwise(layer.activation)
 
 
-def activated(
-    outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Call, computed: Sequence[RowScores] | None = None
-) -> Pieces | tf.Tensor:
+def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Call) -> Pieces | tf.Tensor:
     """Return the output of a layer call after its activation, in pieces if that treats elements separately.
 
     Args:
@@ -63,19 +60,18 @@ def activated(
         axis: The divided axis, from the end.
         placed: The values of the run.
         call: A call of a layer with one input.
-        computed: How each piece is computed; None for unknown.
     """
     layer, (value,) = call.operation, call.inputs
     mask = layer_mask(layer, placed, value)
     if not activates_pieces(layer):
-        whole = pieces_of.gathered(outputs, axis, placed.devices, computed)
+        whole = pieces_of.gathered(outputs, axis, placed.devices)
         with tf.device(placed.devices[0]):
             return keras_model.with_mask(layer.activation(whole), mask)
     found = []
     for output, device in zip(outputs, placed.devices, strict=True):
         with tf.device(device):
             found.append(output if layer.activation is None else layer.activation(output))
-    return Pieces(tuple(found), axis, mask, computed if layer.activation in (None, keras.activations.linear) else None)
+    return Pieces(tuple(found), axis, mask)
 
 
 def elementwise_ways(call: Call) -> tuple[Way, ...]:

@@ -13,20 +13,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
-from tfpar._compat import keras_divided_penalties, keras_variables
-from tfpar.pipeline.graph.ir import Call, Graph, Value
+from tfpar._compat import keras_model, keras_variables
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
 from tfpar.pipeline.partition.placement import owners
 from tfpar.pipeline.partition.stages import Stage, users_of
-from tfpar.strategies.tensor_parallel import updates
-from tfpar.strategies.tensor_parallel.layout import Layout, Way
-from tfpar.strategies.tensor_parallel.rules import Rules
-from tfpar.strategies.tensor_parallel.runner import run_calls
-from tfpar.strategies.tensor_parallel.shards import Placed
-from tfpar.strategies.tensor_parallel.table import warn_of_nothing, warn_of_whole
-from tfpar.strategies.tensor_parallel.ways import layout_of
+from tfpar.sharding import updates
+from tfpar.sharding.layout import Layout, Way
+from tfpar.sharding.model_layout import layout_of
+from tfpar.sharding.placed_values import Placed, WholeValues
+from tfpar.sharding.rules import Rules
+from tfpar.sharding.whole_layers import warn_of_nothing, warn_of_whole
 
 Groups = Mapping[str, Sequence[str]]
+# The regularizers that are sums over the elements of a weight, and so over its pieces.
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
 class DividedStage(NamedTuple):
@@ -52,9 +55,27 @@ class DividedStage(NamedTuple):
             training: Whether the model trains.
         """
         placed = Placed(tensors, self.devices)
-        run_calls(self.calls, self.ways, placed, training)
+        _run_calls(self.calls, self.ways, placed, training)
         for value in self.outputs:
             tensors[value] = placed.whole(value)
+
+
+def _run_calls(calls: Sequence[Call], ways: Sequence[Way | None], placed: Placed, training: bool) -> None:
+    """Run layer calls, each in its way, and add their outputs to the values of the run."""
+    way_of = {id(call): way for call, way in zip(calls, ways, strict=True)}
+
+    def run(call: Call, tensors: dict[Value, Any], training: bool) -> Any:
+        way = way_of[id(call)]
+        if way is not None and way.run is not None:
+            return way.run(placed, call, training)
+        with tf.device(placed.devices[0]):
+            results = run_call(call, WholeValues(placed), training)
+        for value in call.inputs:
+            if placed.mask(value) is not None and keras_model.mask_of(placed.whole(value)) is None:
+                placed.remove_mask(value)
+        return results
+
+    model_graph.run(calls, placed.tensors, training, run)
 
 
 def groups_of(devices: Sequence[str], num_shards: int) -> dict[str, list[str]]:
@@ -115,7 +136,7 @@ def divide_stages(
     divisions = {key: division for layout, _ in found.values() for key, division in layout.weights.items()}
     reasons = {name: why for layout, _ in found.values() for name, why in layout.whole.items()}
     if warns and not divisions:
-        warn_of_nothing(model, reasons, has_stages=True)
+        warn_of_nothing(model, reasons)
     elif warns and rules is None:
         warn_of_whole(model, graph.calls, divisions, reasons)
     updates.place(model, divisions, homes)
@@ -127,9 +148,6 @@ def _whole(model: keras.Model, graph: Graph, stages: Sequence[Stage]) -> dict[in
     found = {
         id(one): "its regularizer is no sum over its elements"
         for one in model.variables
-        if one.regularizer is not None and not keras_divided_penalties.is_sum(one.regularizer)
+        if one.regularizer is not None and type(one.regularizer) not in _SUMS
     }
-    for call in graph.calls:
-        if isinstance(call.operation, keras.layers.BatchNormalization):
-            found |= {id(one): "its layer has states, which are on the first device" for one in call.variables}
     return found | {key: "several stages read it" for key, users in users_of(stages).items() if len(users) > 1}

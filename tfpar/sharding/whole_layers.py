@@ -1,40 +1,35 @@
-"""The preview of a divided model: the bytes of each device, the divided weights and the whole layers."""
+"""What is divided and what stays whole: the lines of a preview, and warnings."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Container, Hashable, Mapping, Sequence
-from typing import Any
 
 import keras
 
-from tfpar._compat import keras_variables, tf_divided_memory
 from tfpar.messages import user_warnings
 from tfpar.pipeline.graph.ir import Call
 from tfpar.reduction.weight_owners import num_bytes
-from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
-from tfpar.strategies.tensor_parallel.layout import Layout
-from tfpar.strategies.tensor_parallel.runner import DividedModel
+from tfpar.sharding.layout import Layout
 
 _LARGE_PART = 0.25  # of the bytes of all weights
 _NUM_CLASSES, _SMALL_PART = 3, 0.01  # that a line names at most, and of which it names none
 
 
-def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str], *, has_stages: bool = False) -> None:
+def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str]) -> None:
     """Warn that no layer of a model is divided.
 
     Args:
         model: The model.
         reasons: For each large whole layer call its name and the reason; empty where rules keep all of them whole.
-        has_stages: Whether the devices divide stages of a pipeline.
     """
     if not model.weights:
         return
     name, reason = next(iter(reasons.items()), ("", "its rules keep all weights whole"))
     where = f"{name!r}: {reason}" if name else reason
     user_warnings.warn(
-        f"No layer of {model.name!r} is divided ({where}), and the first device"
-        + (" of each stage computes it. Leave num_shards out." if has_stages else " computes all of it. Use Mirrored.")
+        f"No layer of {model.name!r} is divided ({where}), and the first device of its shards computes all of it. Use "
+        "Mirrored, or a Pipeline without num_shards."
     )
 
 
@@ -85,42 +80,6 @@ def _class_line(kind: str, share: float, names: Sequence[str], reasons: Mapping[
     name = next((name for name in names if name in reasons), names[0])
     which = repr(name) if len(names) == 1 else f"{len(names)} of the class {kind} such as {name!r}"
     return f"{which} ({100 * share:.0f} %: {reasons.get(name) or 'their weights are small or cannot be divided'})"
-
-
-def preview_of(title: str, divided: DividedModel, num_examples: int, device_names: Sequence[str]) -> Preview:
-    """Return the preview of a step.
-
-    Args:
-        title: The first line.
-        divided: A model with a layout.
-        num_examples: The size of the global batch, all of which each device of a replica computes with.
-        device_names: The devices of the shards, those of the first replica first.
-    """
-    model = divided.model
-    optimizer = keras_variables.optimizer_of(model)
-    trained = [piece for one in model.trainable_variables for piece in tf_divided_memory.pieces_of(one)]
-    weights = [piece for one in model.variables for piece in tf_divided_memory.pieces_of(one)]
-    slots = [piece for one in (optimizer.variables if optimizer else ()) for piece in tf_divided_memory.pieces_of(one)]
-    rows = []
-    num_shards, num_parts = len(divided.devices), len(divided.replicas)
-    for number, name in enumerate(device_names):
-        replica, shard = divmod(number, num_shards)
-        # The weights of its shard; those that another replica owns are copied during a step.
-        same_shard = [devices[shard] for devices in divided.replicas]
-        own, own_trained = _on(weights, same_shard), _on(trained, same_shard)
-        own_slots = _on(slots, [divided.replicas[replica][shard]])
-        gradient_bytes = sum(map(num_bytes, own_trained))
-        state_bytes = sum(map(num_bytes, [*own, *own_slots])) + gradient_bytes
-        num_parameters = sum(int(one.shape.num_elements() or 0) for one in own)
-        rows.append(ReplicaRow(name, -(-num_examples // num_parts), num_parameters, state_bytes, gradient_bytes))
-    table = replicas_table(title, tuple(rows), num_parts)
-    lines = lines_of(divided.graph.calls, divided.layout) or ["no layer is divided"]
-    lines.append(whole_share(divided.model, divided.graph.calls, divided.layout.weights, divided.layout.whole)[1])
-    return Preview("\n".join([table, "", *lines]), tuple(rows))
-
-
-def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
-    return [one for one in variables if any(keras_variables.is_on(one, device) for device in devices)]
 
 
 def lines_of(calls: Sequence[Call], layout: Layout) -> list[str]:

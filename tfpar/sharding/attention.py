@@ -20,10 +20,10 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model, tf_divided_memory
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.elementwise import dropped
-from tfpar.strategies.tensor_parallel.layout import Cut, Way
-from tfpar.strategies.tensor_parallel.shards import Placed
+from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding.elementwise import dropped
+from tfpar.sharding.layout import Cut, Way
+from tfpar.sharding.placed_values import Placed
 
 _OUTPUT = "attention_output"
 _HEADS_OF_SCORES = 1  # [batch, heads, query, key]

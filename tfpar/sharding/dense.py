@@ -15,12 +15,11 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call
-from tfpar.reduction.row_scores import RowScores
-from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.elementwise import activated, activates_pieces
-from tfpar.strategies.tensor_parallel.layout import Cut, Way
-from tfpar.strategies.tensor_parallel.pieces import Pieces
-from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
+from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding.elementwise import activated, activates_pieces
+from tfpar.sharding.layout import Cut, Way
+from tfpar.sharding.pieces import Pieces
+from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
 
 # The least number of outputs for each input of a Dense layer that is divided by columns also after columns.
 WIDE_OUTPUT = 4
@@ -90,26 +89,20 @@ def _run_columns(
 ) -> Pieces | tf.Tensor:
     layer, (value,) = call.operation, call.inputs
 
-    def of_shard(given: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None = None) -> tf.Tensor:
-        output = _multiply(layer, equation, given, kernel)
-        return output if bias is None else keras.ops.add(output, tf.cast(bias, layer.compute_dtype))
-
-    outputs, computed = [], []
+    outputs = []
     for shard, device in enumerate(placed.devices):
-        given = placed.on(value, shard)
-        weights = [weight_piece(layer.kernel, shard, device, layer.compute_dtype)]
+        given, kernel = placed.on(value, shard), weight_piece(layer.kernel, shard, device, layer.compute_dtype)
+        bias = None
         if layer.bias is not None:
             bias = (
                 weight_piece(layer.bias, shard, device)
                 if divides_bias
                 else _copy(layer.bias, placed.devices[0], device)
             )
-            weights.append(bias)
         with tf.device(device):
-            outputs.append(of_shard(given, *weights))
-        computed.append(RowScores(given, tuple(weights), of_shard))
-    # The equation of an EinsumDense layer is not one of rows.
-    return activated(outputs, axis, placed, call, computed if isinstance(layer, keras.layers.Dense) else None)
+            output = _multiply(layer, equation, given, kernel)
+            outputs.append(output if bias is None else keras.ops.add(output, tf.cast(bias, layer.compute_dtype)))
+    return activated(outputs, axis, placed, call)
 
 
 def _copy(variable: Any, home: str, device: str) -> tf.Tensor:

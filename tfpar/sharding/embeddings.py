@@ -1,22 +1,26 @@
-"""The ways to divide an Embedding: by rows of its table, and by columns.
+"""The ways to divide an Embedding: by rows of its table, and by columns; a ReversibleEmbedding by rows.
 
 rows      each shard looks up the numbers of its own rows, with zeros for all others; the results are added
 columns   each shard looks up a part of each row
+reverse   x · table[rows of the shard]ᵀ gives the scores of these rows: pieces of the scores of all classes
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call
-from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.layout import Cut, Way
-from tfpar.strategies.tensor_parallel.pieces import Pieces
-from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
+from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding.layout import Cut, Way
+from tfpar.sharding.pieces import Pieces
+from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
 
 
 def embedding_ways(call: Call) -> tuple[Way, ...]:
@@ -36,6 +40,23 @@ def embedding_ways(call: Call) -> tuple[Way, ...]:
             functools.partial(_run, by_rows=False),
         ),
     )  # fmt: skip
+
+
+def reversible_ways(call: Call) -> tuple[Way, ...]:
+    """Return the ways to divide a call of a ReversibleEmbedding layer.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    ways = embedding_ways(call)[:1]
+    reverse = call.kwargs.get("reverse", call.args[1] if len(call.args) > 1 else False)
+    if not reverse or not ways:
+        return tuple(dataclasses.replace(way, run=functools.partial(_look_up, way.run)) for way in ways)
+    cuts: dict[Hashable, Cut] = (
+        {id(layer.embeddings): Cut(0)} if layer.tie_weights else {id(layer.reverse_embeddings): Cut(1)}
+    )
+    return (Way("rows of the table, in reverse", layer.input_dim, cuts, None, Cut(-1), _run_reverse),)
 
 
 def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
@@ -81,3 +102,34 @@ def _rows_of_shard(table: tf.Tensor, numbers: tf.Tensor, shard: int, sizes: tupl
         is_own &= own < sizes[shard]
     rows = tf.gather(table, tf.where(is_own, own, tf.zeros_like(own)))
     return tf.where(is_own[..., None], rows, tf.zeros_like(rows))
+
+
+def _look_up(run: Any, placed: Placed, call: Call, training: bool) -> tf.Tensor:
+    """Look up numbers, with the mask that the layer sets in its call (Keras 3.15)."""
+    layer, (value,) = call.operation, call.inputs
+    rows = run(placed, call, training)
+    with tf.device(placed.devices[0]):
+        return keras_model.with_mask(rows, keras.layers.Embedding.compute_mask(layer, placed.whole(value)))
+
+
+def _run_reverse(placed: Placed, call: Call, training: bool) -> Pieces:
+    layer, (value,) = call.operation, call.inputs
+    variable = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
+
+    outputs = []
+    for shard, device in enumerate(placed.devices):
+        given, kernel = placed.on(value, shard), weight_piece(variable, shard, device, layer.compute_dtype)
+        with tf.device(device):
+            outputs.append(_scores(layer, tf.cast(given, layer.compute_dtype), kernel))
+    return Pieces(tuple(outputs), -1)
+
+
+def _scores(layer: Any, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    if layer.tie_weights:
+        kernel = keras.ops.transpose(kernel)
+    if layer.reverse_dtype is not None:
+        inputs, kernel = keras.ops.cast(inputs, layer.reverse_dtype), keras.ops.cast(kernel, layer.reverse_dtype)
+    scores = keras.ops.matmul(inputs, kernel)
+    if layer.logit_soft_cap is not None:
+        scores = keras.ops.tanh(scores / layer.logit_soft_cap) * layer.logit_soft_cap
+    return scores

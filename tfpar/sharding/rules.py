@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from tfpar.messages.suggestions import closest
-from tfpar.strategies.tensor_parallel.layout import Weight
+from tfpar.sharding.layout import Weight
 
 AXIS_NAME = "model"
 Rules = Mapping[str, Sequence[str | None]]

@@ -89,7 +89,6 @@ class Offer(NamedTuple):
         weights: The keys of the weights that it reads.
         ways: The ways to divide it, the best first.
         undivided: Why a call without ways is not divided.
-        divides_input: Whether a way that takes pieces of its input may divide a whole one.
         num_positions: How often it multiplies by its weights for each example.
     """
 
@@ -99,7 +98,6 @@ class Offer(NamedTuple):
     weights: tuple[Hashable, ...]
     ways: tuple[Way, ...]
     undivided: str
-    divides_input: bool = False
     num_positions: int = 1
 
 
@@ -239,9 +237,7 @@ class _Search:
         first = given[0] if given else None
         if first is None:
             # A user's rule may ask for rows without columns before them; the input is then divided.
-            is_asked = offer.divides_input
-            if self._wanted is not None:
-                is_asked = any(self._wanted.get(key) is not None for key in way.cuts)
+            is_asked = any((self._wanted or {}).get(key) is not None for key in way.cuts)
             return even_sizes(way.size, self._num_shards) if is_asked and way.size and not any(given) else None
         if any(one != first for one in given) or first.axis != way.takes:
             return None

@@ -12,8 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.reduction import gathered_classes, row_scores
-from tfpar.reduction.row_scores import RowScores
+from tfpar.reduction import gathered_classes
 from tfpar.reduction.vocabulary_losses import ClassPieces
 
 
@@ -25,13 +24,11 @@ class Pieces:
         tensors: The pieces, `[batch, ...]` each.
         axis: The divided axis, from the end.
         mask: The Keras mask of the whole value, on the first device; None for none.
-        computed: How each piece is computed; None where readers of scores read the pieces.
     """
 
     tensors: tuple[tf.Tensor, ...]
     axis: int
     mask: tf.Tensor | None = None
-    computed: Sequence[RowScores] | None = None
 
 
 def sent(value: Any, source: str, target: str) -> Any:
@@ -63,32 +60,18 @@ def _sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
         return transfer(tensor)
 
 
-def gathered(
-    pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str], computed: Sequence[RowScores] | None = None
-) -> tf.Tensor:
+def gathered(pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> tf.Tensor:
     """Return pieces as one tensor on the first device.
 
     Args:
         pieces: The piece on each device.
         axis: The divided axis.
         devices: The devices.
-        computed: How each piece is computed; None for unknown.
     """
     home = devices[0]
     with tf.device(home):
         whole = tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
-    if axis != -1:
-        return whole
-    large = _large(computed, pieces, devices) if computed and row_scores.are_recomputed(pieces) else None
-    return gathered_classes.note_pieces(whole, ClassPieces(pieces, devices, computed=large))
-
-
-def _large(computed: Sequence[RowScores], pieces: Sequence[tf.Tensor], devices: Sequence[str]) -> list[RowScores]:
-    found = []
-    for one, piece, device in zip(computed, pieces, devices, strict=True):
-        with tf.device(device):
-            found.append(one.keeping(piece))
-    return found
+    return whole if axis != -1 else gathered_classes.note_pieces(whole, ClassPieces(pieces, devices))
 
 
 def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
@@ -107,41 +90,25 @@ def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
     return total
 
 
-def divided(tensor: tf.Tensor, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> tuple[tf.Tensor, ...]:
+def divided(tensor: Any, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> tuple[Any, ...]:
     """Return a whole tensor of the first device in pieces.
 
     Args:
-        tensor: A tensor.
+        tensor: A dense tensor, or a sparse one `[batch, ..., columns]`, which is divided by its columns.
         sizes: The size of each piece.
         axis: The axis to divide.
         devices: The devices.
     """
     with tf.device(devices[0]):
         if isinstance(tensor, tf.SparseTensor):
-            return tuple(columns_of(tensor, sizes))
-        parts = tf.split(tensor, list(sizes), axis)
+            starts = [sum(sizes[:index]) for index in range(len(sizes))]
+            parts = [_sparse_columns(tensor, start, size) for start, size in zip(starts, sizes, strict=True)]
+        else:
+            parts = tf.split(tensor, list(sizes), axis)
     return tuple(sent(part, devices[0], device) for part, device in zip(parts, devices, strict=True))
 
 
-def columns_of(tensor: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return a tensor in ranges of columns, on the device of the scope.
-
-    Args:
-        tensor: A dense or sparse tensor `[batch, ..., columns]`.
-        sizes: The number of columns of each range.
-
-    Example:
-        >>> sparse = tf.sparse.from_dense([[1, 0, 2], [0, 3, 0]])
-        >>> [tf.sparse.to_dense(one).numpy().tolist() for one in columns_of(sparse, [1, 2])]
-        [[[1], [0]], [[0, 2], [3, 0]]]
-    """
-    if not isinstance(tensor, tf.SparseTensor):
-        return list(tf.split(tensor, list(sizes), -1))
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [_sparse_range(tensor, start, size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _sparse_range(tensor: tf.SparseTensor, start: int, size: int) -> tf.SparseTensor:
+def _sparse_columns(tensor: tf.SparseTensor, start: int, size: int) -> tf.SparseTensor:
     columns = tensor.indices[:, -1]
     inside = tf.where((columns >= start) & (columns < start + size))[:, 0]
     offset = tf.constant([0] * (tensor.shape.rank - 1) + [start], tf.int64)

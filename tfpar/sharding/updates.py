@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfpar._compat import (
     keras_divided_optimizer,
@@ -16,10 +15,7 @@ from tfpar._compat import (
     tf_divided_memory,
 )
 from tfpar.pipeline.partition.placement import follow_data
-from tfpar.reduction.weight_division import largest_first
-from tfpar.reduction.weight_owners import num_bytes
-from tfpar.strategies.tensor_parallel.layout import Division, Layout
-from tfpar.strategies.tensor_parallel.table_copies import TableCopies
+from tfpar.sharding.layout import Division
 
 
 def place(model: keras.Model, divisions: Mapping[Hashable, Division], homes: Callable[[Any], Sequence[str]]) -> None:
@@ -54,23 +50,7 @@ def place_slots(model: keras.Model) -> None:
         keras_divided_optimizer.divide_slots(optimizer, model.trainable_variables)
 
 
-def homes_of(model: keras.Model, layout: Layout, owners: Sequence[Sequence[str]]) -> Callable[[Any], Sequence[str]]:
-    """Return a function that returns the devices of the owner of a variable: divided weights belong to all owners.
-
-    Of several owners each has about as many bytes.
-
-    Args:
-        model: A model with built layers.
-        layout: Its layout.
-        owners: The full name of the device of each shard, for each replica that owns weights.
-    """
-    divided = [variable for variable in model.variables if id(variable) in layout.weights]
-    numbers = largest_first(list(map(num_bytes, divided)), len(owners))
-    homes = {id(variable): owners[number] for variable, number in zip(divided, numbers, strict=True)}
-    return lambda variable: homes.get(id(variable), owners[0])
-
-
-def check_optimizer(model: keras.Model, strategy: str = "TensorParallel") -> None:
+def check_optimizer(model: keras.Model, strategy: str) -> None:
     """Refuse an optimizer that needs whole weights.
 
     Args:
@@ -89,28 +69,12 @@ def check_optimizer(model: keras.Model, strategy: str = "TensorParallel") -> Non
         )
 
 
-def gradients(tape: tf.GradientTape, loss: Any, model: keras.Model, copies: TableCopies | None = None) -> list[Any]:
-    """Return the gradient of each piece of the trained weights, on its device.
-
-    Args:
-        tape: The tape of the forward pass.
-        loss: The scaled loss, or several scalars.
-        model: The model.
-        copies: The copies of tables that replicas have read; None without tables.
-    """
-    sources = [memory for weight in model.trainable_variables for memory in tf_divided_memory.memories_of(weight)]
-    with follow_data():
-        found: list[Any] = tape.gradient(loss, [*sources, *(copies.sources if copies else ())])
-    own = found[: len(sources)]
-    return copies.add(own, found[len(sources) :]) if copies else own
-
-
 def apply(model: keras.Model, found: Sequence[Any]) -> None:
     """Update the trained weights.
 
     Args:
         model: The model.
-        found: The result of `gradients`.
+        found: The gradient of each piece of the trained weights, on its device; None for none.
     """
     pieces = [(piece, number) for number, one in enumerate(model.trainable_variables) for piece in _pieces(one)]
     owners = [number for (_, number), gradient in zip(pieces, found, strict=True) if gradient is not None]

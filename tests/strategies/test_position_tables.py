@@ -73,11 +73,8 @@ def test_rows_of_every_kind_equal_those_of_one_device(name: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("optimizer", [None, "optimizer"], ids=["whole", "sharded"])
-def test_positions_have_one_row_of_the_gradient_as_on_one_device(optimizer: Any) -> None:
-    build = model_of(lambda: Positions(of_shape))
-    strategy = tfpar.Hybrid(tfpar.TensorParallel(2), 2, shard=optimizer)
-    small.assert_trains_as_one_device(build, tokens, lambda: strategy, 1e-9)
+def test_positions_have_one_row_of_the_gradient_as_on_one_device() -> None:
+    small.assert_trains_as_one_device(model_of(lambda: Positions(of_shape)), tokens, replicas, 1e-9)
 
 
 class Numbers(keras.layers.Layer):
@@ -90,8 +87,7 @@ class Numbers(keras.layers.Layer):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [4, 200], ids=["whole", "divided"])
 @pytest.mark.parametrize("shared", [False, True], ids=["a table of its own", "the table of the tokens"])
-@pytest.mark.parametrize("optimizer", [None, "optimizer"], ids=["whole state", "sharded state"])
-def test_positions_of_a_functional_model_have_one_row_of_the_gradient(rows: int, shared: bool, optimizer: Any) -> None:
+def test_positions_of_a_functional_model_have_one_row_of_the_gradient(rows: int, shared: bool) -> None:
     def build() -> keras.Model:
         numbers = keras.Input((LENGTH,), dtype="int32")
         of_tokens = keras.layers.Embedding(max(rows, ROWS), 6)
@@ -101,8 +97,7 @@ def test_positions_of_a_functional_model_have_one_row_of_the_gradient(rows: int,
         model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
-    strategy = tfpar.Hybrid(tfpar.TensorParallel(2), 2, shard=optimizer)
-    small.assert_trains_as_one_device(build, tokens, lambda: strategy, 1e-9)
+    small.assert_trains_as_one_device(build, tokens, replicas, 1e-9)
 
 
 def test_a_penalty_on_positions_counts_once() -> None:
@@ -118,20 +113,15 @@ def recomputed(build: Callable[[], keras.layers.Layer]) -> Callable[[], keras.la
     return in_scope
 
 
-@pytest.mark.extended
-def test_a_recomputed_table_equals_one_device() -> None:
-    build = model_of(recomputed(lambda: Positions(of_shape)))
-    small.assert_trains_as_one_device(build, tokens, replicas, 1e-9)
-
-
 @pytest.mark.parametrize(
     "strategy",
     [
         lambda: tfpar.Pipeline(2, 2, balance="parameters"),
         lambda: tfpar.Mirrored(2, shard="weights"),
         lambda: tfpar.Hybrid(tfpar.Pipeline(1, 2), 2),
+        lambda: tfpar.TensorParallel(2),
     ],
-    ids=["stages", "sharded weights", "replicas of stages"],
+    ids=["stages", "sharded weights", "replicas of stages", "shards"],
 )
 def test_recomputed_layers_are_refused_in_stages(strategy: Callable[[], tfpar.Strategy]) -> None:
     build = model_of(lambda: Positions(of_shape), recomputed(keras.layers.LayerNormalization))

@@ -12,8 +12,8 @@ import keras
 from tfpar._compat import keras_blocks
 from tfpar.pipeline.graph.ir import Call, Graph
 from tfpar.reduction.weight_owners import num_bytes
-from tfpar.strategies.tensor_parallel.attention_ways import attention_ways
-from tfpar.strategies.tensor_parallel.convolution_ways import (
+from tfpar.sharding.attention import attention_ways
+from tfpar.sharding.convolutions import (
     CHANNELWISE,
     CONVOLUTIONS,
     DEPTHWISE,
@@ -22,16 +22,12 @@ from tfpar.strategies.tensor_parallel.convolution_ways import (
     depthwise_ways,
     normalization_ways,
 )
-from tfpar.strategies.tensor_parallel.dense_ways import dense_ways
-from tfpar.strategies.tensor_parallel.elementwise import elementwise_ways
-from tfpar.strategies.tensor_parallel.embedding_ways import embedding_ways
-from tfpar.strategies.tensor_parallel.layout import Layout, Offer, Way, Weight, plan
-from tfpar.strategies.tensor_parallel.reversible_ways import reversible_ways
-from tfpar.strategies.tensor_parallel.rules import Rules, axes_by_rules
+from tfpar.sharding.dense import dense_ways
+from tfpar.sharding.elementwise import elementwise_ways
+from tfpar.sharding.embeddings import embedding_ways, reversible_ways
+from tfpar.sharding.layout import Layout, Offer, Way, Weight, plan
+from tfpar.sharding.rules import Rules, axes_by_rules
 
-# The least number of features for each output of a first layer whose features are divided: each device then receives
-# its columns, and a sum of outputs follows.
-WIDE_INPUT = 16
 # Of the class itself: a subclass may compute otherwise.
 _WAYS: dict[type, Callable[[Call], tuple[Way, ...]]] = {
     keras.layers.Dense: dense_ways,
@@ -76,16 +72,14 @@ def layout_of(
     if wanted is not None and calls is not None:
         elsewhere = _read_by(graph.calls) - _read_by(calls)
         wanted = {key: axis for key, axis in wanted.items() if key not in elsewhere}
-    return plan(
-        [_offer(call, graph) for call in (graph.calls if calls is None else calls)], weights, num_shards, wanted
-    )
+    return plan([_offer(call) for call in (graph.calls if calls is None else calls)], weights, num_shards, wanted)
 
 
 def _read_by(calls: Sequence[Call]) -> set[Hashable]:
     return {id(variable) for call in calls for variable in call.variables}
 
 
-def _offer(call: Call, graph: Graph) -> Offer:
+def _offer(call: Call) -> Offer:
     find = _WAYS.get(keras_blocks.class_of(call.operation), elementwise_ways)
     return Offer(
         call.name,
@@ -94,7 +88,6 @@ def _offer(call: Call, graph: Graph) -> Offer:
         tuple(map(id, call.variables)),
         find(call),
         _undivided_because(call),
-        _reads_wide_input(call, graph),
         _num_positions(call),
     )
 
@@ -130,15 +123,6 @@ def _undivided_because(call: Call) -> str:
     }
     how = next((text for text, is_set in settings.items() if is_set), "of this kind")
     return f"a {type(layer).__name__} layer {how} is not divided"
-
-
-def _reads_wide_input(call: Call, graph: Graph) -> bool:
-    """Return whether a call alone reads an input of the model, and the input is much wider than the output."""
-    if type(call.operation) is not keras.layers.Dense or len(call.inputs) != 1 or call.inputs[0] not in graph.inputs:
-        return False
-    readers = [other for other in graph.calls if call.inputs[0] in other.inputs]
-    num_inputs, num_outputs = call.operation.kernel.shape
-    return len(readers) == 1 and num_inputs >= WIDE_INPUT * num_outputs
 
 
 def _whole_because(variable: Any) -> str:

@@ -15,12 +15,12 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model, tf_divided_memory
 from tfpar.pipeline.graph.ir import Call, run_call
-from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.dense_ways import WIDE_OUTPUT
-from tfpar.strategies.tensor_parallel.elementwise import activated, activates_pieces
-from tfpar.strategies.tensor_parallel.layout import Cut, Way
-from tfpar.strategies.tensor_parallel.pieces import Pieces
-from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
+from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding.dense import WIDE_OUTPUT
+from tfpar.sharding.elementwise import activated, activates_pieces
+from tfpar.sharding.layout import Cut, Way, even_sizes
+from tfpar.sharding.pieces import Pieces
+from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 DEPTHWISE = (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -88,7 +88,7 @@ def channelwise_ways(call: Call) -> tuple[Way, ...]:
 
 
 def normalization_ways(call: Call) -> tuple[Way, ...]:
-    """Return the way to run a BatchNormalization on pieces of the channels, with pieces of its statistics.
+    """Return the way to run a BatchNormalization on pieces of the channels; its statistics stay on the first device.
 
     Args:
         call: A layer call.
@@ -98,7 +98,7 @@ def normalization_ways(call: Call) -> tuple[Way, ...]:
     if len(call.inputs) != 1 or layer.renorm or layer.activity_regularizer or call.kwargs.get("mask") is not None:
         return ()
     axis = layer.axis % rank - rank
-    cuts: dict[Hashable, Cut] = {id(variable): Cut(0) for variable in layer.variables}
+    cuts: dict[Hashable, Cut] = {id(weight): Cut(0) for weight in (layer.gamma, layer.beta) if weight is not None}
     size = int(call.inputs[0].shape[axis] or 0)
     return (Way("channels", size, cuts, axis, Cut(axis), functools.partial(_run_normalization, axis)),)
 
@@ -186,13 +186,27 @@ def _any_number_of_channels(layer: Any) -> Iterator[None]:
 
 def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) -> Pieces:
     layer, value = call.operation, call.inputs[0]
-    held, outputs = placed.pieces(value, axis, layer.variables[0].value.sizes), []
+    held = placed.pieces(value, axis, even_sizes(int(value.shape[axis] or 0), len(placed.devices)))
+    sizes = [int(piece.shape[axis]) for piece in held.tensors]
+    statistics = [(state, _state_pieces(state, sizes, placed)) for state in (layer.moving_mean, layer.moving_variance)]
+    outputs, changed = [], []
     for shard, (device, piece) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+        own = {id(state): pieces[shard] for state, pieces in statistics}
         with (
             tf.device(device),
-            tf_divided_memory.as_pieces(layer.variables, shard),
+            tf_divided_memory.as_pieces(layer.variables, shard, own),
             _any_number_of_channels(layer),
         ):
             given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))
             outputs.append(run_call(call, {value: given}, training))
+            changed.append([tf.convert_to_tensor(state) for state, _ in statistics])
+    for (state, before), after in zip(statistics, zip(*changed, strict=True), strict=True):
+        if after[0] is not before[0]:
+            state.assign(pieces_of.gathered(after, 0, placed.devices))
     return Pieces(tuple(outputs), axis, keras_model.mask_of(outputs[0]))
+
+
+def _state_pieces(state: Any, sizes: Sequence[int], placed: Placed) -> tuple[tf.Tensor, ...]:
+    with tf.device(placed.devices[0]):
+        whole = tf.convert_to_tensor(state)
+    return pieces_of.divided(whole, sizes, 0, placed.devices)
