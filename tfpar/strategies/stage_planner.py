@@ -102,10 +102,14 @@ class StagePlanner:
             if not version.has_other_settings(model):
                 return False
             self._sizes[model] = [len(stage.calls) for stage in self._partitions[model].stages]  # no weight moves
+        self.forget(model)
+        return True
+
+    def forget(self, model: keras.Model) -> None:
+        """Delete the stages of a model."""
         self._partitions.pop(model)
         self._stages.pop(model)
         self._versions.pop(model)
-        return True
 
     def check_settings(self, model: keras.Model, training: bool) -> None:
         """Refuse the trace of a step if settings of layers have changed since the traces of the stages.
@@ -130,8 +134,8 @@ class StagePlanner:
                 balance = "parameters" if balance in ("time", "flops") else balance
                 costs = self._measure(graph, balance, (), 1)
             # Whether a rule fits depends on the stages; several are others with measured times.
-            rules = self._rules if self._divides_one_stage else None
-            self._cut(model, graph, balance, costs, 1, warns=self._divides_one_stage, rules=rules)
+            rules = self._rules if self.divides_one_stage else None
+            self._cut(model, graph, balance, costs, 1, warns=self.divides_one_stage, rules=rules)
 
     def plan(self, model: keras.Model, batch: Any) -> None:
         """Cut a model into stages at its first batch, and again for an optimizer that needs more memory.
@@ -143,7 +147,7 @@ class StagePlanner:
         Raises:
             ValueError: If the model cannot be cut into stages.
         """
-        if model not in self._stages:
+        if model not in self._stages and not self._is_placed_for(model, batch):
             self._trace_and_cut(model, batch)
         elif self._memory_limit_bytes is not None:  # a new optimizer may have more slots per weight
             before = self._partitions[model]
@@ -166,6 +170,11 @@ class StagePlanner:
                 groups=self._groups,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
+
+    def _is_placed_for(self, model: keras.Model, batch: Any) -> bool:
+        """Return whether the stages from before the first batch are final: nothing is measured, no input is absent."""
+        is_final = self.divides_one_stage and self._balance == "parameters" and model in self._partitions
+        return is_final and all(data.present_inputs(batch))
 
     def stages_of(self, model: keras.Model) -> StagesOfModel:
         """Return the compiled stages of a model."""
@@ -216,18 +225,18 @@ class StagePlanner:
                 graph = self._trace(model, given)
             balance = self._balance_of(model, graph)
             costs = self._measure(graph, balance, model_graph.standardize(model, given), size)
-        warned = self._divides_one_stage and model in self._partitions
+        warned = self.divides_one_stage and model in self._partitions
         self._cut(model, graph, balance, costs, size, warns=not warned, rules=self._rules)
         self._hide_transfers(model, size)
 
     @property
-    def _divides_one_stage(self) -> bool:
+    def divides_one_stage(self) -> bool:
         """Whether a replica is one stage of shards, whose layout needs no balance."""
         return bool(self._groups) and self._schedule.num_stages == 1
 
     def _trace(self, model: keras.Model, inputs: Any = None) -> model_graph.Graph:
         """Trace a model; several stages keep blocks whole, as sizes that a block reads would cross their cuts."""
-        opens = self._divides_one_stage
+        opens = self.divides_one_stage
         return model_graph.trace(model, inputs, opens_blocks=opens, symbolic_sizes=opens)
 
     def _measure(

@@ -177,7 +177,7 @@ class Staged(SingleReplica):
             ValueError: If the model cannot be divided, a layer is batch-dependent, or one is in a `keras.RematScope`.
         """
         with self.job.vote():
-            data.check_same_inputs(self._present, model, batch)
+            self._check_inputs(model, data.present_inputs(batch))
             if training:
                 _check_no_scope(model)
         if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
@@ -195,6 +195,20 @@ class Staged(SingleReplica):
         )
         self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
         self._steps[model].keep_first(batch, training)
+
+    def _check_inputs(self, model: keras.Model, present: list[bool]) -> None:
+        """Refuse other optional inputs than in the first batch; divide one stage of shards again for them."""
+        before = self._present.setdefault(model, present)
+        if before == present or len(before) != len(present):
+            return
+        if not self._planner.divides_one_stage:
+            raise ValueError(
+                "All batches of a pipeline must have the same optional inputs, received a batch with None in other "
+                "places than in the first batch. Use a separate tfpar.Trainer for each kind of batch, or Mirrored."
+            )
+        self._present[model] = present
+        self._planner.forget(model)
+        self._steps.pop(model)
 
     def _check_update(self, model: keras.Model, training: bool) -> None:
         """Refuse an optimizer that cannot update divided weights, and divide what it has of them."""
