@@ -61,9 +61,8 @@ class FullySharded(Staged):
     def __init__(self, devices: Sequence[str], title: str = "Mirrored over", watch: WorkerWatch | None = None) -> None:
         self._title, self.layout = title, Layout(len(devices), shard="weights")
         self.job = _ExplainingJob(reported=None if watch is None else watch.reported)
-        settings = Settings("parameters", recompute=False, memory_limit_bytes=None, allow_batch_dependent_layers=False)
         schedule = schedules.on_one_device(1).replicated(len(devices))
-        super().__init__(settings, schedule, devices, shards_weights=True)
+        super().__init__(Settings(), schedule, devices, shards_weights=True)
 
     def describe(self) -> str:
         """Return one line with the devices of the replicas."""

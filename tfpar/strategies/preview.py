@@ -142,31 +142,32 @@ def shards_preview(
         num_examples: The size of a batch, of which each device of a replica computes with the part of the replica.
         replicas: The devices of the shards of each replica.
     """
-    optimizer = keras_variables.optimizer_of(model)
-    trained, weights, slots = (
-        [piece for variable in variables for piece in tf_divided_memory.pieces_of(variable)]
-        for variables in (model.trainable_variables, model.variables, optimizer.variables if optimizer else ())
+    num_examples = -(-num_examples // len(replicas))
+    rows = tuple(
+        _shard_row(model, device, same_shard, num_examples)
+        for devices in replicas
+        for device, same_shard in zip(devices, zip(*replicas, strict=True), strict=True)
     )
-    rows = []
-    for devices in replicas:
-        for device, same_shard in zip(devices, zip(*replicas, strict=True), strict=True):
-            # The weights of its shard; those that another replica owns are copied during a step.
-            own, own_slots = _on(weights, same_shard), _on(slots, [device])
-            gradient_bytes = sum(map(num_bytes, _on(trained, same_shard)))
-            rows.append(
-                ReplicaRow(
-                    device.removeprefix("/device:"),
-                    -(-num_examples // len(replicas)),
-                    sum(int(weight.shape.num_elements() or 0) for weight in own),
-                    sum(map(num_bytes, [*own, *own_slots])) + gradient_bytes,
-                    gradient_bytes,
-                )
-            )
-    table = replicas_table(title, tuple(rows), len(replicas))
     lines = lines_of(calls, layout) or ["no layer is divided"]
-    lines.append(whole_share(model, calls, layout.weights, layout.whole)[1])
-    return Preview("\n".join([table, "", *lines]), tuple(rows))
+    share = whole_share(model, calls, layout.weights, layout.whole)[1]
+    return Preview("\n".join([replicas_table(title, rows, len(replicas)), "", *lines, share]), rows)
+
+
+def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_examples: int) -> ReplicaRow:
+    """Return the row of a device, with the weights of its shard; those of other replicas are copied during a step."""
+    optimizer, weights = keras_variables.optimizer_of(model), _on(model.variables, same_shard)
+    slots = _on(optimizer.variables if optimizer else (), [device])
+    gradient_bytes = sum(map(num_bytes, _on(model.trainable_variables, same_shard)))
+    return ReplicaRow(
+        device=device.removeprefix("/device:"),
+        num_examples=num_examples,
+        num_parameters=sum(int(weight.shape.num_elements() or 0) for weight in weights),
+        state_bytes=sum(map(num_bytes, [*weights, *slots])) + gradient_bytes,
+        gradient_bytes=gradient_bytes,
+    )
 
 
 def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
-    return [one for one in variables if any(keras_variables.is_on(one, device) for device in devices)]
+    """Return the variables, or pieces of divided ones, on some devices."""
+    pieces = [piece for variable in variables for piece in tf_divided_memory.pieces_of(variable)]
+    return [piece for piece in pieces if any(keras_variables.is_on(piece, device) for device in devices)]

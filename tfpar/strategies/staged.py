@@ -263,6 +263,7 @@ class Staged(SingleReplica):
     def preview(self, model: keras.Model, batch: Any) -> Preview:
         """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
         if not self.has_schedule:
+            self._prepared(model)
             ((layout, stage),) = self._planner.divided_stages(model)
             num_examples = int(data.num_rows(batch))
             return shards_preview(
