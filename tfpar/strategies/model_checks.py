@@ -116,8 +116,8 @@ def check_gradients(model: keras.Model, strategy: str) -> None:
     if found is not None:
         raise ValueError(
             f"The gradient of a weight must be a sum over the examples, and that of {found.path!r} is its new value "
-            f"for the batch, as in float8 training. {strategy} computes gradients in parts. Train on SingleDevice(), "
-            "or without quantize('float8')."
+            f"for the batch, as in float8 training. {strategy} computes gradients in parts. Train on SingleDevice() or "
+            "TensorParallel, or without quantize('float8')."
         )
 
 
