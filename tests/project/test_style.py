@@ -39,6 +39,8 @@ LADDER = [
     ["pipeline.graph", "reduction"],
     ["study"],
     ["checkpoint", "pipeline.partition"],
+    ["pipeline.stages"],
+    ["pipeline.loss"],
     ["pipeline.execution"],
     ["pipeline.analysis"],
     ["strategies"],

@@ -21,7 +21,6 @@ from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.link_timing import measure_transfers
-from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
@@ -31,6 +30,7 @@ from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.pipeline.stages.compiler import StagesOfModel
 from tfpar.strategies.free_memory import within_free_memory
 from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.tensor_parallel.layout import Layout

@@ -11,11 +11,11 @@ import keras
 import tensorflow as tf
 
 from tfpar.pipeline.analysis.step_timing import run_seconds
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.peers import Peers
-from tfpar.pipeline.execution.stage_chain import StepPrograms
-from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.step_loss import StepPrograms
 from tfpar.pipeline.schedule.links import Link, fit_link
+from tfpar.pipeline.stages.compiled_stage import StageProgram
+from tfpar.pipeline.stages.compiler import Programs
 from tfpar.reduction.gradient_addition import sum_of
 from tfpar.reduction.weight_owners import num_bytes
 

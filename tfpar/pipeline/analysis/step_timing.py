@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from tfpar._compat import keras_optimizer, keras_optimizer_copy, tf_determinism, tf_function
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.simulator import Durations, Span, Timeline
+from tfpar.pipeline.stages.compiler import Programs
 
 Timed = Callable[[Schedule], tuple[tf.Tensor, list[tf.Tensor]]]
 _RUNS = 5

@@ -19,19 +19,19 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
-from tfpar.pipeline.execution.loss_program import LossPart
 from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches, host_of
-from tfpar.pipeline.execution.row_gradients import RowSums
-from tfpar.pipeline.execution.stage_functions import BackwardResults
-from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, copies_on, places_of, sum_on
+from tfpar.pipeline.execution.row_sums import RowSums
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
+from tfpar.pipeline.loss.compiled_loss import LossPart
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, needs_queues
+from tfpar.pipeline.stages.bundles import Bundle
+from tfpar.pipeline.stages.compiler import Programs
+from tfpar.pipeline.stages.stage_functions import BackwardResults
+from tfpar.pipeline.stages.values import MaskedTensor, Place, copies_on, places_of, sum_on
 from tfpar.reduction.gradient_addition import plus, tensors_of
 
 

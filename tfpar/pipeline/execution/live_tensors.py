@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar.pipeline.execution import queues
-from tfpar.pipeline.execution.bundles import Devices
+from tfpar.pipeline.stages.bundles import Devices
 
 
 class Key(NamedTuple):

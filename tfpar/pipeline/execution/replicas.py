@@ -19,15 +19,15 @@ import tensorflow as tf
 
 from tfpar._compat import tf_graph
 from tfpar.pipeline.execution.executor import Execution
-from tfpar.pipeline.execution.loss_program import LossProgram
 from tfpar.pipeline.execution.peers import Peers
-from tfpar.pipeline.execution.row_gradients import added, added_over_workers, joined
-from tfpar.pipeline.execution.stage_chain import BatchLoss
-from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.row_sums import added, added_over_workers, joined
 from tfpar.pipeline.execution.state_changes import added_changes, sums_of_pairs, values_after
+from tfpar.pipeline.execution.step_loss import BatchLoss
 from tfpar.pipeline.execution.whole_batch import compute_on_whole_batch
+from tfpar.pipeline.loss.compiled_loss import LossProgram
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, segments
+from tfpar.pipeline.stages.compiled_stage import StageProgram
 from tfpar.reduction.gradient_addition import plus
 
 

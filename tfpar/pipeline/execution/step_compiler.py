@@ -10,12 +10,12 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model
-from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
-from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
-from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
-from tfpar.pipeline.execution.stage_chain import StepPrograms
-from tfpar.pipeline.execution.stage_values import ValueSpec
+from tfpar.pipeline.execution.step_loss import StepPrograms
 from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
+from tfpar.pipeline.loss.compiled_loss import LossProgram, compile_loss
+from tfpar.pipeline.loss.model_loss import ModelLoss, taken_after_stages
+from tfpar.pipeline.stages.compiler import Programs, StagesOfModel
+from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import metric_logs
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.loss_reduction import LossReduction

@@ -10,10 +10,10 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call, keras_metrics, keras_variables, tf_function, tf_graph
-from tfpar.pipeline.execution.output_functions import OutputFunction
-from tfpar.pipeline.execution.stage_values import ValueSpec
-from tfpar.pipeline.execution.staged_model import StagedModel
+from tfpar.pipeline.loss.output_functions import OutputFunction
 from tfpar.pipeline.partition.placement import follow_data
+from tfpar.pipeline.stages.staged_model import StagedModel
+from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import gathered_classes, metric_logs
 
 

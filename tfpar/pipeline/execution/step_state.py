@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar.pipeline.execution.bundles import Bundle, unbundle
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.execution.stage_program import StageProgram
 from tfpar.pipeline.execution.state_changes import Change, StateChanges
+from tfpar.pipeline.stages.bundles import Bundle, unbundle
+from tfpar.pipeline.stages.compiled_stage import StageProgram
 
 LOSS = "loss"
 Owner = int | str  # the index of a stage, or LOSS

@@ -13,20 +13,20 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer, tf_function
 from tfpar._compat.tf_divided_memory import lasting_pieces
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.regularization import add_penalties
 from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
-from tfpar.pipeline.execution.stage_chain import BatchLoss, StepPrograms
 from tfpar.pipeline.execution.state_changes import added_changes, values_after
 from tfpar.pipeline.execution.step_compiler import StepCompiler
+from tfpar.pipeline.execution.step_loss import BatchLoss, StepPrograms
 from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
 from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.segments import Segment, segments
+from tfpar.pipeline.stages.compiler import Programs
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 

@@ -17,13 +17,13 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, host_of, rows_between
-from tfpar.pipeline.execution.model_loss import taken_after_stages
 from tfpar.pipeline.execution.peers import Peers
-from tfpar.pipeline.execution.stage_chain import BatchLoss
-from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.pipeline.execution.step_loss import BatchLoss
+from tfpar.pipeline.loss.model_loss import taken_after_stages
+from tfpar.pipeline.stages.bundles import is_copied
+from tfpar.pipeline.stages.values import MaskedTensor
 from tfpar.reduction.whole_batch import not_dense
 
 

@@ -23,7 +23,8 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_divided_memory
-from tfpar.pipeline.execution.row_gradients import added, by_lookup, joined, numbered
+from tfpar.pipeline.execution.row_sums import added, joined, numbered
+from tfpar.pipeline.stages.sparse_rows import by_lookup
 from tfpar.reduction.gradient_addition import plus
 from tfpar.reduction.indexed_slices import Kind, kinds_of
 from tfpar.reduction.row_numbers import Sources

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.graph.ir import Graph, Value
+from tfpar.pipeline.stages.bundles import is_copied
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.pieces import Pieces, columns_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfpar.pipeline.execution.subgraphs import Subgraph
+from tfpar.pipeline.stages.subgraphs import Subgraph
 
 _VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
 

@@ -1,4 +1,4 @@
-"""The gradients of rows of a weight for each lookup, and their sum over micro-batches."""
+"""Sums of sparse gradient rows over micro-batches, replicas and workers."""
 
 from __future__ import annotations
 
@@ -10,43 +10,10 @@ import tensorflow as tf
 
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.peers import Peers
+from tfpar.pipeline.stages.sparse_rows import Kinds
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradient_addition import sum_of
 from tfpar.reduction.indexed_slices import RowSlices
-from tfpar.reduction.row_numbers import Sources
-
-Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and lookup, none for a dense gradient
-
-
-def by_lookup(gradient: Any, weight: Any, kinds: Sequence[indexed_slices.Kind | None]) -> Any:
-    """Return a gradient as a tuple with the rows of each lookup, as a tensor, or None.
-
-    Args:
-        gradient: The gradient of one weight.
-        weight: The weight, for a warning where its rows become a tensor.
-        kinds: The kinds of its lookups, as far as known.
-    """
-    lookups = indexed_slices.lookups_of(gradient, weight, kinds)
-    if lookups is not None:
-        return lookups.rows
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.convert_to_tensor(gradient)
-        gradient.set_shape(weight.shape)  # a function hides it
-    return gradient
-
-
-def by_lookups(gradients: Sequence[Any], weights: Sequence[Any], sources: Sources) -> tuple[tuple[Any, ...], Kinds]:
-    """Return traced gradients as `by_lookup` does, and the kinds of the lookups of each.
-
-    Args:
-        gradients: The gradient of each weight.
-        weights: The weights.
-        sources: What the tensors of their graph depend on.
-    """
-    kinds = [indexed_slices.kinds_of(gradient, sources) for gradient in gradients]
-    found = tuple(by_lookup(*one) for one in zip(gradients, weights, kinds, strict=True))
-    pairs = zip(found, kinds, strict=True)
-    return found, tuple(tuple(of_one) if isinstance(gradient, tuple) else () for gradient, of_one in pairs)
 
 
 class RowSums:

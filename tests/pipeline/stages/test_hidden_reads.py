@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import small
-from tfpar.pipeline.execution.hidden_reads import hidden_reads
+from tfpar.pipeline.stages.hidden_reads import hidden_reads
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

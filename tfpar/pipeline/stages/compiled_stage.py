@@ -11,21 +11,21 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle, bundled, unbundle
-from tfpar.pipeline.execution.divided_calls import DividedCalls
-from tfpar.pipeline.execution.row_gradients import Kinds
-from tfpar.pipeline.execution.row_padding import Rows
-from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
-from tfpar.pipeline.execution.stage_functions import (
+from tfpar.pipeline.graph.ir import Value
+from tfpar.pipeline.partition.stages import Stage
+from tfpar.pipeline.stages.bundles import Bundle, bundled, unbundle
+from tfpar.pipeline.stages.padding import Rows
+from tfpar.pipeline.stages.saved_tensors import SavedBytes, saved_bytes
+from tfpar.pipeline.stages.shards import DividedCalls
+from tfpar.pipeline.stages.sparse_rows import Kinds
+from tfpar.pipeline.stages.stage_functions import (
     BackwardResults,
     ForwardResults,
     StageFunctions,
 )
-from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables
-from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, ValueSpec
-from tfpar.pipeline.execution.subgraphs import Subgraph
-from tfpar.pipeline.graph.ir import Value
-from tfpar.pipeline.partition.stages import Stage
+from tfpar.pipeline.stages.subgraphs import Subgraph
+from tfpar.pipeline.stages.trace import StageTrace, StageVariables
+from tfpar.pipeline.stages.values import MaskedTensor, Place, ValueSpec
 from tfpar.reduction.gradient_addition import tensors_of
 from tfpar.reduction.losses_in_call import Way
 

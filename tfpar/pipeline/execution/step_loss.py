@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
-from tfpar.pipeline.execution.loss_program import LossPart, LossProgram
 from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.execution.model_loss import taken_after_stages
-from tfpar.pipeline.execution.row_gradients import RowSums
-from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.pipeline.execution.row_sums import RowSums
 from tfpar.pipeline.execution.step_results import MetricsUpdate
 from tfpar.pipeline.execution.step_state import LOSS
+from tfpar.pipeline.loss.compiled_loss import LossPart, LossProgram
+from tfpar.pipeline.loss.model_loss import taken_after_stages
+from tfpar.pipeline.loss.tracing import LossArguments
+from tfpar.pipeline.stages.compiler import Programs
+from tfpar.pipeline.stages.values import MaskedTensor
 from tfpar.reduction.gradient_addition import plus
 
 
@@ -135,11 +136,22 @@ class BatchLoss:
         """Add the loss of a micro-batch, whose index is `number` on its replica and `index` in the global batch."""
         program, live = self._program, execution.live
         states = live.get(_METRIC_STATES, self._initial)
-        layer_states = execution.variables.loss_states(number)
         part = program.part(
-            index, microbatch, outputs, states, layer_states,
-            execution.variables.loss_parameters, self._divisors, self._scale,
-        )  # fmt: skip
+            LossArguments(
+                taken_after_stages(program.loss.model, microbatch.batch),
+                outputs=[output.tensor for output in outputs],
+                masks=[output.mask for output in outputs],
+                metric_states=states,
+                layer_states=execution.variables.loss_states(number),
+                parameters=execution.variables.loss_parameters,
+                number=index,
+                num_counted=microbatch.num_counted,
+                size=microbatch.size,
+                num_examples=microbatch.num_examples,
+                divisors=self._divisors,
+                scale=self._scale,
+            )
+        )
         if not counts:
             part = part.not_counted(states)
             microbatch = dataclasses.replace(microbatch, num_counted=tf.zeros_like(microbatch.num_counted))

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat.tf_function import noinline_function
-from tfpar.pipeline.execution.divided_calls import on_devices, requested_device
+from tfpar.pipeline.stages.shards import on_devices, requested_device
 
 _SIZES = ("Rank", "Shape", "ShapeN", "Size")
 _PENDING_SUMS = 2  # of a kernel and a bias: two threads may compute at the same time

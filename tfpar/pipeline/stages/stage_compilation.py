@@ -10,17 +10,17 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, random_state, tf_divided_memory, tf_graph
-from tfpar.pipeline.execution.divided_calls import refuse_divided
-from tfpar.pipeline.execution.python_functions import refuse_python
-from tfpar.pipeline.execution.row_padding import can_pad, outputs_per_example
-from tfpar.pipeline.execution.stage_functions import StageFunctions
-from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram
-from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, with_untrained_weights
-from tfpar.pipeline.execution.stage_tracing import Traces, trace_stage
-from tfpar.pipeline.execution.stage_values import ValueSpec
-from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.stages import Stage
+from tfpar.pipeline.stages.compiled_stage import StageOptions, StageProgram
+from tfpar.pipeline.stages.padding import can_pad, outputs_per_example
+from tfpar.pipeline.stages.python_functions import refuse_python
+from tfpar.pipeline.stages.shards import refuse_divided
+from tfpar.pipeline.stages.stage_functions import StageFunctions
+from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
+from tfpar.pipeline.stages.trace import StageTrace, StageVariables, with_untrained_weights
+from tfpar.pipeline.stages.tracing import Traces, trace_stage
+from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction.gradient_addition import tensors_of
 from tfpar.reduction.losses_in_call import Way
 

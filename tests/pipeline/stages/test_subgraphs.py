@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.pipeline.execution.bundles import bundled, unbundle
-from tfpar.pipeline.execution.subgraphs import extract_subgraphs
+from tfpar.pipeline.stages.bundles import bundled, unbundle
+from tfpar.pipeline.stages.subgraphs import extract_subgraphs
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar.pipeline.execution.row_gradients import Kinds
-from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
+from tfpar.pipeline.stages.sparse_rows import Kinds
+from tfpar.pipeline.stages.values import Place, ValueSpec, spec_of_output
 from tfpar.reduction.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.losses_in_call import Way
 from tfpar.reduction.row_numbers import Source, Sources

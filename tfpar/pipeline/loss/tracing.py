@@ -18,11 +18,11 @@ from tfpar._compat import (
     tf_function,
     tf_tapes,
 )
-from tfpar.pipeline.execution.model_loss import ModelLoss
-from tfpar.pipeline.execution.row_gradients import Kinds, by_lookups
-from tfpar.pipeline.execution.stage_values import ValueSpec
-from tfpar.pipeline.execution.trace_record import trace_with_record
+from tfpar.pipeline.loss.model_loss import ModelLoss
 from tfpar.pipeline.partition.placement import follow_data
+from tfpar.pipeline.stages.sparse_rows import Kinds, by_lookups
+from tfpar.pipeline.stages.trace_record import trace_with_record
+from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.row_numbers import Source, Sources

@@ -10,15 +10,15 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_variables
-from tfpar.pipeline.execution.divided_calls import DividedCalls
-from tfpar.pipeline.execution.row_padding import fixed_shape
-from tfpar.pipeline.execution.stage_compilation import EqualStages, compile_stage
-from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram
-from tfpar.pipeline.execution.stage_values import ValueSpec
-from tfpar.pipeline.execution.staged_model import StagedModel
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value
 from tfpar.pipeline.partition.stages import Stage
+from tfpar.pipeline.stages.compiled_stage import StageOptions, StageProgram
+from tfpar.pipeline.stages.padding import fixed_shape
+from tfpar.pipeline.stages.shards import DividedCalls
+from tfpar.pipeline.stages.stage_compilation import EqualStages, compile_stage
+from tfpar.pipeline.stages.staged_model import StagedModel
+from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.losses_in_call import Way
 

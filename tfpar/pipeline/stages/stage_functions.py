@@ -16,12 +16,12 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle, bundled, devices_of_parts, specs_of, unbundle
-from tfpar.pipeline.execution.divided_calls import argument, shard_of
-from tfpar.pipeline.execution.row_padding import Rows, add_zero_rows, repeat_last_row
-from tfpar.pipeline.execution.stage_trace import StageTrace
-from tfpar.pipeline.execution.stage_values import Place, ValueSpec
-from tfpar.pipeline.execution.subgraphs import Subgraph
+from tfpar.pipeline.stages.bundles import Bundle, bundled, devices_of_parts, specs_of, unbundle
+from tfpar.pipeline.stages.padding import Rows, add_zero_rows, repeat_last_row
+from tfpar.pipeline.stages.shards import argument, shard_of
+from tfpar.pipeline.stages.subgraphs import Subgraph
+from tfpar.pipeline.stages.trace import StageTrace
+from tfpar.pipeline.stages.values import Place, ValueSpec
 from tfpar.reduction.gradient_addition import tensors_of, value_of
 
 Known = dict[Any, tf.Tensor]  # values by `tensor.ref()` of the traced graph

@@ -25,16 +25,16 @@ from tfpar._compat import (
     tf_divided_memory,
     tf_tapes,
 )
-from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
-from tfpar.pipeline.execution.hidden_reads import hidden_reads
-from tfpar.pipeline.execution.row_gradients import by_lookups
-from tfpar.pipeline.execution.stage_trace import BackwardTrace, StageTrace, StageVariables
-from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
-from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.layer_settings import settings_of_calls
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
+from tfpar.pipeline.stages.hidden_reads import hidden_reads
+from tfpar.pipeline.stages.shards import DividedCalls, on_shards
+from tfpar.pipeline.stages.sparse_rows import by_lookups
+from tfpar.pipeline.stages.trace import BackwardTrace, StageTrace, StageVariables
+from tfpar.pipeline.stages.trace_record import trace_with_record
+from tfpar.pipeline.stages.values import Place, ValueSpec, spec_of_output
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part

@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.divided_calls import argument, requested_device
-from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
+from tfpar.pipeline.stages.shards import argument, requested_device
+from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
 
 
 class OutputFunction:

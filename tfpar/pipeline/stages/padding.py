@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar.pipeline.execution.stage_trace import StageTrace
-from tfpar.pipeline.execution.subgraphs import Subgraph
+from tfpar.pipeline.stages.subgraphs import Subgraph
+from tfpar.pipeline.stages.trace import StageTrace
 from tfpar.reduction.gradient_addition import reached_from
 
 _NUM_ROWS = 997  # a size that no layer has by itself

@@ -10,14 +10,12 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import random_state, tf_divided_memory
-from tfpar.pipeline.execution.divided_calls import refuse_divided
-from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
-from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
-from tfpar.pipeline.execution.output_functions import OutputFunction
-from tfpar.pipeline.execution.python_functions import refuse_python
-from tfpar.pipeline.execution.row_gradients import Kinds
-from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.pipeline.loss.model_loss import ModelLoss
+from tfpar.pipeline.loss.output_functions import OutputFunction
+from tfpar.pipeline.loss.tracing import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
+from tfpar.pipeline.stages.python_functions import refuse_python
+from tfpar.pipeline.stages.shards import refuse_divided
+from tfpar.pipeline.stages.sparse_rows import Kinds
 
 
 class LossPart(NamedTuple):
@@ -117,44 +115,8 @@ class LossProgram:
         pairs = zip(self.states, states, strict=True)
         return [pair for pair, updates in zip(pairs, self.trace.updates_metric, strict=True) if updates]
 
-    def part(
-        self,
-        number: tf.Tensor,
-        microbatch: Microbatch,
-        outputs: Sequence[MaskedTensor],
-        states: Sequence[tf.Tensor],
-        layer_states: Sequence[tf.Tensor],
-        parameters: Sequence[tf.Tensor],
-        divisors: tf.Tensor,
-        scale: tf.Tensor,
-    ) -> LossPart:
-        """Return the part of a micro-batch of the loss.
-
-        Args:
-            number: The index of the micro-batch, an int64 scalar.
-            microbatch: Its examples.
-            outputs: The outputs of the model for them.
-            states: The values of `states`.
-            layer_states: The values of `layer_states`.
-            parameters: The values of `parameters`.
-            divisors: The divisors of the global batch, or an empty tensor.
-            scale: The gradient of one unit of loss, a scalar in Keras' float type.
-        """
-        tensors, masks = [one.tensor for one in outputs], [one.mask for one in outputs]
-        arguments = LossArguments(
-            taken_after_stages(self.loss.model, microbatch.batch),
-            tensors,
-            masks,
-            metric_states=list(states),
-            layer_states=list(layer_states),
-            parameters=list(parameters),
-            number=number,
-            num_counted=microbatch.num_counted,
-            size=microbatch.size,
-            num_examples=microbatch.num_examples,
-            divisors=divisors,
-            scale=scale,
-        )
+    def part(self, arguments: LossArguments) -> LossPart:
+        """Return the part of a micro-batch of the loss."""
         results = LossResults(*self.function(*arguments))
         found = iter(results.gradients)
         gradients = [next(found) if has_gradient else None for has_gradient in self.has_output_gradients]
