@@ -30,7 +30,7 @@ from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
-from tfpar.pipeline.stages.compiler import StagesOfModel
+from tfpar.pipeline.stages.compiler import StageCompiler
 from tfpar.strategies.free_memory import within_free_memory
 from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.tensor_parallel.layout import Layout
@@ -88,7 +88,7 @@ class StagePlanner:
         self._partitions: PerModel[Partition] = PerModel()
         self._versions: PerModel[ModelVersion] = PerModel()
         self._sizes: PerModel[list[int]] = PerModel()
-        self._stages: PerModel[StagesOfModel] = PerModel()
+        self._stages: PerModel[StageCompiler] = PerModel()
 
     def forget_changed(self, model: keras.Model) -> bool:
         """Delete the stages of a model that they are no longer of; return whether there were any.
@@ -152,7 +152,7 @@ class StagePlanner:
             self._cut(model, before.graph, self._balance, costs, size, rules=self._rules)
             self._hide_transfers(model, size)
         if model not in self._stages:
-            self._stages[model] = StagesOfModel(
+            self._stages[model] = StageCompiler(
                 model,
                 self._partitions[model].graph,
                 self._partitions[model].stages,
@@ -166,7 +166,7 @@ class StagePlanner:
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
 
-    def stages_of(self, model: keras.Model) -> StagesOfModel:
+    def stages_of(self, model: keras.Model) -> StageCompiler:
         """Return the compiled stages of a model."""
         return self._stages[model]
 

@@ -11,6 +11,7 @@ from tfpar import cluster, data
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import step_timing
 from tfpar.pipeline.analysis.reduction_timing import measure_all_reduces, measure_reductions
+from tfpar.pipeline.analysis.saved_bytes import saved_bytes
 from tfpar.pipeline.analysis.stage_table import StageRow
 from tfpar.pipeline.execution.peers import Peers
 from tfpar.pipeline.execution.steps import PipelineSteps
@@ -87,7 +88,7 @@ def predict_step_time(
     # Padded micro-batches all take the time of the largest.
     is_padded = any(program.pads for program in programs.stages)
     scale = () if is_padded else microbatch_scale(int(data.num_rows(batch)), schedule.num_microbatches)
-    saved = [program.saved_bytes(microbatch_size) for program in programs.stages]
+    saved = [saved_bytes(stage, microbatch_size) for stage in programs.stages]
     sums = measure_all_reduces(compiled[0], peers)
     durations = dataclasses.replace(
         step_timing.measure_durations(schedule, lambda one: steps.timed(batch, one), of_first, scale),

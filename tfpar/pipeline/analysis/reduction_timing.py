@@ -14,8 +14,8 @@ from tfpar.pipeline.analysis.step_timing import run_seconds
 from tfpar.pipeline.execution.peers import Peers
 from tfpar.pipeline.execution.step_loss import StepPrograms
 from tfpar.pipeline.schedule.links import Link, fit_link
-from tfpar.pipeline.stages.compiled_stage import StageProgram
-from tfpar.pipeline.stages.compiler import Programs
+from tfpar.pipeline.stages.compiled_stage import CompiledStage
+from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.reduction.gradient_addition import sum_of
 from tfpar.reduction.weight_owners import num_bytes
 
@@ -25,7 +25,7 @@ _MESSAGE_BYTES = (16 << 10, 256 << 10, 1 << 20, 8 << 20)
 _GRADIENTS_PER_MESSAGE = 4
 
 
-def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
+def measure_reductions(replicas: Sequence[CompiledStages]) -> tuple[float, ...]:
     """Measure the sum of the gradients of each stage over replicas, and the copies of the new weights.
 
     Args:
@@ -35,7 +35,7 @@ def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
         Seconds for each stage; nothing for one replica.
 
     Example:
-        >>> measure_reductions([Programs([], (), {})])
+        >>> measure_reductions([CompiledStages([], (), {})])
         ()
     """
     if len(replicas) == 1:
@@ -43,7 +43,7 @@ def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
     return tuple(_seconds(same) for same in zip(*(one.stages for one in replicas), strict=True))
 
 
-def _seconds(replicas: Sequence[StageProgram]) -> float:
+def _seconds(replicas: Sequence[CompiledStage]) -> float:
     parameters, devices = replicas[0].parameters, [one.device for one in replicas]
     gradients = []
     for device in devices:
@@ -117,7 +117,7 @@ def _all_reduce_seconds(peers: Peers, device: str, size_bytes: int) -> float:
     return statistics.median(run_seconds(lambda: peers.add_gradients(gradients, weights)))
 
 
-def _gradients_of(program: StageProgram) -> tuple[int, bool]:
+def _gradients_of(program: CompiledStage) -> tuple[int, bool]:
     """Return the bytes of the dense gradients of a stage, and whether it has rows of lookups."""
     gradients = program.trace.backward.weight_gradients
     pairs = list(zip(program.parameters, gradients, strict=True))

@@ -17,7 +17,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.simulator import Durations, Span, Timeline
-from tfpar.pipeline.stages.compiler import Programs
+from tfpar.pipeline.stages.compiler import CompiledStages
 
 Timed = Callable[[Schedule], tuple[tf.Tensor, list[tf.Tensor]]]
 _RUNS = 5
@@ -132,7 +132,7 @@ def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int)
     return max(0.0, statistics.median(seconds or [0.0]))
 
 
-def measure_updates(optimizer: keras.Optimizer, programs: Programs, num_replicas: int = 1) -> tuple[float, ...]:
+def measure_updates(optimizer: keras.Optimizer, programs: CompiledStages, num_replicas: int = 1) -> tuple[float, ...]:
     """Estimate the duration of the optimizer's update of each stage.
 
     The function measures the update of the largest weight of a stage, and scales it by the number of parameters.

@@ -29,8 +29,8 @@ from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, needs_queues
 from tfpar.pipeline.stages.bundles import Bundle
-from tfpar.pipeline.stages.compiler import Programs
-from tfpar.pipeline.stages.stage_functions import BackwardResults
+from tfpar.pipeline.stages.compiled_stage import BackwardResults
+from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.pipeline.stages.values import MaskedTensor, Place, copies_on, places_of, sum_on
 from tfpar.reduction.gradient_addition import plus, tensors_of
 
@@ -71,7 +71,7 @@ class Execution:
 
     def __init__(
         self,
-        programs: Programs,
+        programs: CompiledStages,
         microbatches: Microbatches,
         scale: tf.Tensor,
         factors: Callable[[Microbatch], Sequence[tf.Tensor]] | None = None,
@@ -191,14 +191,14 @@ class Execution:
     def _as_output(self, value: Value, gradient: Any) -> Any:
         """Return the gradient of an output in pieces where the output is in pieces."""
         spec = self._programs.specs[value]
-        if not (spec.is_in_pieces and isinstance(gradient, tf.Tensor)):
+        if not (spec.is_sharded and isinstance(gradient, tf.Tensor)):
             return gradient
         with tf.device(self.devices[-1]):
             pieces = tuple(tf.split(gradient, [piece.shape[-1] for piece in spec.spec], axis=-1))
         return copies_on(self._groups[self.devices[-1]], pieces)
 
     def sums(self) -> list[list[Any]]:
-        """Return for each stage the gradients of its weights, summed over micro-batches, as `StageProgram.sums` does.
+        """Return for each stage the gradients of its weights, summed over micro-batches, as `CompiledStage.sums` does.
 
         A stage without a backward pass has none.
         """
@@ -209,7 +209,7 @@ class Execution:
         return found
 
     @property
-    def programs(self) -> Programs:
+    def programs(self) -> CompiledStages:
         """The compiled stages."""
         return self._programs
 

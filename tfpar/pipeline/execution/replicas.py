@@ -27,7 +27,7 @@ from tfpar.pipeline.execution.whole_batch import compute_on_whole_batch
 from tfpar.pipeline.loss.compiled_loss import LossProgram
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, segments
-from tfpar.pipeline.stages.compiled_stage import StageProgram
+from tfpar.pipeline.stages.compiled_stage import CompiledStage
 from tfpar.reduction.gradient_addition import plus
 
 
@@ -144,7 +144,7 @@ class StepContext:
                 with tf.control_dependencies([one for one in sums if one is not None]):
                     tf_graph.run_before(tf.no_op(), reads)
 
-    def _joined(self, program: StageProgram | LossProgram, replicas: Sequence[Sequence[Any]]) -> list[Any]:
+    def _joined(self, program: CompiledStage | LossProgram, replicas: Sequence[Sequence[Any]]) -> list[Any]:
         """Return summed gradients of the parameters of a program as tensors, slices or None."""
         gradients = added(replicas, program.kinds, program.parameters)
         if self._peers is not None:

@@ -14,7 +14,7 @@ from tfpar.pipeline.execution.step_loss import StepPrograms
 from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
 from tfpar.pipeline.loss.compiled_loss import LossProgram, compile_loss
 from tfpar.pipeline.loss.model_loss import ModelLoss, taken_after_stages
-from tfpar.pipeline.stages.compiler import Programs, StagesOfModel
+from tfpar.pipeline.stages.compiler import CompiledStages, StageCompiler
 from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import metric_logs
 from tfpar.reduction.gradient_addition import spec_of
@@ -37,7 +37,7 @@ class StepCompiler:
 
     def __init__(
         self,
-        stages: StagesOfModel,
+        stages: StageCompiler,
         num_microbatches: int,
         other_devices: Sequence[Sequence[str]] = (),
         agree: Callable[[Any], Any] | None = None,
@@ -50,7 +50,7 @@ class StepCompiler:
         self.losses = LossReduction(self.staged.model, communicates=False, divides=divides)
         self._compiled: dict[Any, list[StepPrograms]] = {}
 
-    def stages(self, inputs: Any, *, training: bool) -> Programs:
+    def stages(self, inputs: Any, *, training: bool) -> CompiledStages:
         """Return the compiled stages.
 
         Args:
@@ -58,9 +58,9 @@ class StepCompiler:
             training: Whether the model is trained.
         """
         trainable = tuple(map(id, self.staged.model.trainable_variables))
-        return self._stages.programs(_specs(inputs), trainable, self.losses.ways(training), training=training)
+        return self._stages.compile(_specs(inputs), trainable, self.losses.ways(training), training=training)
 
-    def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[Programs]:
+    def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[CompiledStages]:
         """Return the compiled stages of each replica; the arguments are those of `stages`."""
         first = self.stages(inputs, training=training)
         return [first, *map(first.on, self.other_devices)]
@@ -118,7 +118,7 @@ class StepCompiler:
         return compiled
 
     def _compile_metrics(
-        self, programs: Programs, specs: Any, verdict: Verdict, *, in_place: bool
+        self, programs: CompiledStages, specs: Any, verdict: Verdict, *, in_place: bool
     ) -> MetricsUpdate | None:
         if not keras_metrics.counts_metrics(self.staged.model) or verdict.whole_metrics:
             return None
@@ -126,7 +126,7 @@ class StepCompiler:
         whole = metric_logs.whole_metrics(self.staged.model, verdict)
         return compile_metrics_update(self.staged, outputs, specs, devices, whole, in_place=in_place)
 
-    def _compile_whole_metrics(self, programs: Programs, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
+    def _compile_whole_metrics(self, programs: CompiledStages, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
         """Return the update of the metrics that take the whole batch; each worker computes all of it, in place."""
         whole = metric_logs.whole_metrics(self.staged.model, verdict)
         if not whole:
@@ -135,7 +135,7 @@ class StepCompiler:
         others = metric_logs.other_metrics(self.staged.model, whole)
         return compile_metrics_update(self.staged, outputs, specs, devices, others, in_place=True)
 
-    def _compile_loss(self, programs: Programs, specs: Any, verdict: Verdict, *, training: bool) -> LossProgram:
+    def _compile_loss(self, programs: CompiledStages, specs: Any, verdict: Verdict, *, training: bool) -> LossProgram:
         model, is_whole = self.staged.model, verdict.takes_whole_loss
         losses = LossReduction(model, communicates=False, divides=False) if is_whole else self.losses
         outputs = keras.tree.map_structure(
@@ -149,7 +149,7 @@ class StepCompiler:
         return compile_loss(ModelLoss(model, losses, training, devices), outputs, specs, metric_states)
 
 
-def check_own_loss(model: keras.Model, programs: Programs) -> None:
+def check_own_loss(model: keras.Model, programs: CompiledStages) -> None:
     """Refuse a user's own `compute_loss` in a model with other losses, which it would have to add.
 
     Args:

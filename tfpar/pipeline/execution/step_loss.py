@@ -18,7 +18,7 @@ from tfpar.pipeline.execution.step_state import LOSS
 from tfpar.pipeline.loss.compiled_loss import LossPart, LossProgram
 from tfpar.pipeline.loss.model_loss import taken_after_stages
 from tfpar.pipeline.loss.tracing import LossArguments
-from tfpar.pipeline.stages.compiler import Programs
+from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.pipeline.stages.values import MaskedTensor
 from tfpar.reduction.gradient_addition import plus
 
@@ -34,7 +34,7 @@ class StepPrograms(NamedTuple):
         whole_metrics: The update of the metrics that take the whole batch, on the first replica; None for none.
     """
 
-    programs: Programs
+    programs: CompiledStages
     loss: LossProgram
     metrics: MetricsUpdate | None
     takes_whole_loss: bool = False

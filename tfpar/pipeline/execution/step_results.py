@@ -116,7 +116,7 @@ def compile_metrics_update(
     update = _Update(staged, outputs, batch, devices, others)
     if not in_place:
         return update.of_sums()
-    found = update.of_pieces() if any(one.is_in_pieces for one in outputs) else None
+    found = update.of_pieces() if any(one.is_sharded for one in outputs) else None
     return update.of_variables() if found is None else found
 
 
@@ -177,7 +177,7 @@ class _Update(NamedTuple):
     def _traced(self, variables: Sequence[keras.Variable], *, assigns: bool) -> tuple[Any, list[Any]]:
         """Return a concrete function, and the variables that a trace apart from them would have assigned."""
         staged, outputs, devices = self.staged, self.outputs, self.devices
-        has_pieces, assigned = any(one.is_in_pieces for one in outputs), list[Any]()
+        has_pieces, assigned = any(one.is_sharded for one in outputs), list[Any]()
 
         def update(
             carried: list[tf.Tensor],

@@ -13,7 +13,7 @@ from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.state_changes import Change, StateChanges
 from tfpar.pipeline.stages.bundles import Bundle, unbundle
-from tfpar.pipeline.stages.compiled_stage import StageProgram
+from tfpar.pipeline.stages.compiled_stage import CompiledStage
 
 LOSS = "loss"
 Owner = int | str  # the index of a stage, or LOSS
@@ -38,7 +38,7 @@ class StepVariables:
 
     def __init__(
         self,
-        programs: Sequence[StageProgram],
+        programs: Sequence[CompiledStage],
         live: LiveTensors,
         loss_states: Sequence[keras.Variable] = (),
         loss_parameters: Sequence[keras.Variable] = (),

@@ -26,7 +26,7 @@ from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.segments import Segment, segments
-from tfpar.pipeline.stages.compiler import Programs
+from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 
@@ -175,7 +175,7 @@ class PipelineSteps:
             outputs = [spec.received(one, None) for spec, one in zip(specs, whole, strict=True)]
         return self._staged.packed_outputs(outputs)
 
-    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[list[Programs], list[Execution]]:
+    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[list[CompiledStages], list[Execution]]:
         """Return the programs of each replica for a prediction, and their execution."""
         with tf_function.outside_of_functions():
             programs = self.compiler.stages_of_replicas(inputs, training=False)

@@ -13,8 +13,7 @@ from tfpar._compat import random_state, tf_divided_memory
 from tfpar.pipeline.loss.model_loss import ModelLoss
 from tfpar.pipeline.loss.output_functions import OutputFunction
 from tfpar.pipeline.loss.tracing import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
-from tfpar.pipeline.stages.python_functions import refuse_python
-from tfpar.pipeline.stages.shards import refuse_divided
+from tfpar.pipeline.stages.refusals import refuse_divided, refuse_python
 from tfpar.pipeline.stages.sparse_rows import Kinds
 
 
@@ -142,7 +141,10 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
     variables = LossVariables(tuple(metric_states))
     with random_state.stand_in_generator():
         function, trace = trace_loss(loss, outputs, batch, variables)
-    layer_states = [*trace.unlisted_states, *([random_state.state_of_no_layer()] if trace.draws_from_no_layer else [])]
+    layer_states = [
+        *trace.unlisted_states,
+        *([random_state.state_of_no_layer()] if trace.uses_global_generator else []),
+    ]
     parameters = _captured_weights(loss.model, function)
     if parameters or layer_states:
         variables = LossVariables(tuple(metric_states), tuple(layer_states), tuple(parameters))

@@ -32,7 +32,7 @@ class OutputFunction:
 
     def __init__(self, concrete: Any, outputs: Any, devices: Sequence[str]) -> None:
         self.concrete, self._devices = concrete, devices
-        self._has_pieces = any(spec.is_in_pieces for spec in tf.nest.flatten(outputs))
+        self._has_pieces = any(spec.is_sharded for spec in tf.nest.flatten(outputs))
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it without an order among stateful operations; control dependencies give the order.

@@ -21,7 +21,7 @@ from tfpar._compat import (
 from tfpar.pipeline.loss.model_loss import ModelLoss
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.stages.sparse_rows import Kinds, by_lookups
-from tfpar.pipeline.stages.trace_record import trace_with_record
+from tfpar.pipeline.stages.trace import trace_with_record
 from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_parts, tensors_of
@@ -104,7 +104,7 @@ class LossTrace:
         has_gradient: Whether the loss depends on each output.
         updates_metric: Whether the loss changes each variable of `metric_states`.
         unlisted_states: States that the loss changes and that are not arguments.
-        draws_from_no_layer: Whether it draws from Keras' global generator, whose state is not an argument.
+        uses_global_generator: Whether it draws from Keras' global generator, whose state is not an argument.
         weight_gradients: Those of the parameters, as tensors of the graph.
         kinds: The kind of each lookup of each of them.
     """
@@ -113,7 +113,7 @@ class LossTrace:
     has_gradient: tuple[bool, ...]
     updates_metric: tuple[bool, ...]
     unlisted_states: tuple[Any, ...]
-    draws_from_no_layer: bool
+    uses_global_generator: bool
     weight_gradients: tuple[Any, ...]
     kinds: Kinds
 
@@ -195,7 +195,7 @@ def _body(
         flat = [part for parts in sources for part in parts]
         found: list[Any] = []
         if loss.training:
-            with follow_data() if any(flow.is_in_pieces for flow in flows) else contextlib.nullcontext():
+            with follow_data() if any(flow.is_sharded for flow in flows) else contextlib.nullcontext():
                 found = tf.gradients(value, [*flat, *given.parameters], tf.cast(given.scale, value.dtype))
     in_order, of_parameters = iter(found[: len(flat)]), found[len(flat) :]  # none in inference
     of_weights, kinds = by_lookups(of_parameters, variables.parameters[: len(of_parameters)], _sources(flows, given))
@@ -237,7 +237,7 @@ def _gradient(parts: Sequence[tf.Tensor], flow: ValueSpec, found: Iterator[Any])
     for part, gradient in zip(parts, gradients, strict=True):
         with tf.device(part.device):
             dense.append(tf.zeros_like(part) if gradient is None else tf.convert_to_tensor(gradient))
-    return tuple(dense) if flow.is_in_pieces else dense[0]
+    return tuple(dense) if flow.is_sharded else dense[0]
 
 
 def _unlisted_states(

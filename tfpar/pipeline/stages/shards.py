@@ -10,10 +10,9 @@ shard, with its gradient and the tensors that its operations save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import keras
 import tensorflow as tf
 
 from tfpar import host_sizes
@@ -132,21 +131,3 @@ def on_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> 
         if node.device:
             node.device = names[node.device]
     return copy
-
-
-def refuse_divided(variables: Iterable[keras.Variable], what: str) -> None:
-    """Refuse divided weights among those that are read by others than their own layers.
-
-    Args:
-        variables: The weights.
-        what: Who reads them, such as "the loss reads".
-
-    Raises:
-        ValueError: If one is divided.
-    """
-    for variable in variables:
-        if tf_divided_memory.is_divided(variable):
-            raise ValueError(
-                "In a pipeline with num_shards, only its own layer can read a divided weight, received a model where "
-                f"{what} {variable.path!r}. Use num_shards=1."
-            )

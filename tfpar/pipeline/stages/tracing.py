@@ -1,16 +1,14 @@
 """The trace of a stage: its forward pass and, for training, its backward pass.
 
-    layer calls ─► forward pass ─► key ─┬─ of an earlier stage ─► its trace, for this stage too
-                                        └─ new ─► backward pass ─► a trace of its own
-
-A stage with the layer calls of an earlier one, such as the next of many equal blocks, has its trace, and nothing of it
-is differentiated, split or compiled again.
+values ─► layer calls ─► outputs, losses, new states          forward
+input and weight gradients ◄─ gradients of the outputs        backward, by tf.gradients in the same graph
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Mapping, MutableMapping, Sequence
+import dataclasses
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -26,190 +24,205 @@ from tfpar._compat import (
     tf_tapes,
 )
 from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.layer_settings import settings_of_calls
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
-from tfpar.pipeline.stages.hidden_reads import hidden_reads
+from tfpar.pipeline.stages.refusals import refuse_assigned, refuse_hidden_reads, refuse_mixed_losses
 from tfpar.pipeline.stages.shards import DividedCalls, on_shards
 from tfpar.pipeline.stages.sparse_rows import by_lookups
-from tfpar.pipeline.stages.trace import BackwardTrace, StageTrace, StageVariables
-from tfpar.pipeline.stages.trace_record import trace_with_record
-from tfpar.pipeline.stages.values import Place, ValueSpec, spec_of_output
+from tfpar.pipeline.stages.trace import BackwardTrace, StageTrace, StageVariables, trace_with_record
+from tfpar.pipeline.stages.values import Place, ValueSpec
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part
 from tfpar.reduction.row_numbers import Source, Sources
 
-Traces = MutableMapping[Hashable, StageTrace]
 
-
-def trace_stage(
-    stage: Stage,
-    inputs: Sequence[ValueSpec],
-    variables: StageVariables,
-    devices: Sequence[str],
-    divided: DividedCalls | None = None,
-    *,
-    in_pieces: Container[model_graph.Value] = (),
-    training: bool,
-    accumulates: bool = True,
-    unused_outputs: frozenset[model_graph.Value] = frozenset(),
-    ways: Sequence[Way] = (),
-    traces: Traces,
-) -> StageTrace:
-    """Trace the forward pass of a stage and, for training, its backward pass.
+@dataclasses.dataclass(frozen=True)
+class StageTracer:
+    """Traces the forward pass of a stage and, for training, its backward pass.
 
     Args:
         stage: Its layer calls, inputs and outputs.
         inputs: The specs of its inputs.
         variables: The variables whose values are arguments of the graph.
-        devices: The device of each shard of the stage; one for a stage that is not divided.
+        devices: The device of each shard of the stage; one for a stage on one device.
         divided: Its divided layer calls; None for a stage on one device.
-        in_pieces: Outputs that it may send in pieces: those that the loss alone takes.
+        sharded_outputs: Outputs that it may send in shards: those that the loss alone takes.
         training: Whether the model is trained.
         accumulates: Whether gradients are added to those of earlier micro-batches.
         unused_outputs: Outputs that no loss depends on.
         ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
-        traces: The traces of earlier stages, all with the same options; a new one is added.
-
-    Returns:
-        The trace of the stage, or that of an earlier one with the same forward pass.
-
-    Raises:
-        ValueError: If a layer assigns a trained weight, hides one from its gradient, or computes from a loss what
-            micro-batches would change.
     """
-    device, needs_gradient = devices[0], [value not in unused_outputs for value in stage.outputs]
 
-    def body(
-        values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
-    ) -> tuple[Any, tuple[Hashable, StageTrace]]:
+    stage: Stage
+    inputs: Sequence[ValueSpec]
+    variables: StageVariables
+    devices: Sequence[str]
+    divided: DividedCalls | None
+    sharded_outputs: Container[Value]
+    training: bool
+    accumulates: bool
+    unused_outputs: frozenset[Value]
+    ways: Sequence[Way]
+
+    @property
+    def key(self) -> Hashable:
+        """All that the trace depends on, among the stages of one model, if it follows from the layer calls alone."""
+        variables = [*self.variables.parameters, *self.variables.states]
+        shapes = [(tuple(variable.shape), variable.dtype) for variable in variables]
+        values = [*self.stage.inputs, *(value for call in self.stage.calls for value in call.outputs)]
+        outputs = [(values.index(value), value in self.unused_outputs) for value in self.stage.outputs]
+        sizes = len(self.variables.parameters), self.variables.num_trained
+        return (
+            settings_of_calls(self.stage.calls, self.stage.inputs),
+            tuple(self.inputs),
+            tuple(shapes),
+            sizes,
+            tuple(outputs),
+        )
+
+    def trace(self) -> StageTrace:
+        """Return the traced graph of the stage.
+
+        Raises:
+            ValueError: If a layer assigns a trained weight, hides one from its gradient, or computes from a loss what
+                micro-batches would change.
+        """
+        specs = [spec.spec for spec in self.inputs] + [spec.mask for spec in self.inputs if spec.mask is not None]
+        variables = [*self.variables.parameters, *self.variables.states]
+        variable_specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+        scale = tf.TensorSpec([None], keras.config.floatx())
+        _, trace = trace_with_record(_concrete_function, self._body, specs, variable_specs, Place.specs(), scale)
+        return trace
+
+    def _body(
+        self, values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
+    ) -> tuple[Any, StageTrace]:
         with host_sizes.sizes_on_host():
-            return traced(values, variable_values, place, scale)
+            trace = self._traced(values, variable_values, place, scale)
+        return tensors_of([trace.outputs, trace.backward.input_gradients, trace.backward.sums]), trace
 
-    def traced(
-        values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
-    ) -> tuple[Any, tuple[Hashable, StageTrace]]:
-        graph, given = tf.compat.v1.get_default_graph(), variable_values[: variables.num_trained]
-        row_sources = _sources(inputs, values, given, variable_values[variables.num_trained :])
-        variable_values = on_shards([*variables.parameters, *variables.states], variable_values, devices)
-        tensors = _received(stage, inputs, values, device)
-        forward = _forward_pass(stage, tensors, variables, variable_values, place, divided, device, training, ways)
-        with tf.device(device):
-            sent = _sent(stage, tensors, forward, in_pieces)
-            pairs = zip(inputs, values, strict=False)  # masks come after the values
-            sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
-            if training:
-                _check_losses_in_call(stage, forward.whole_losses, sent.outputs, sent.losses, values)
-                _check_reads(graph, variables, given, sources)
-            key = _key(graph, stage, inputs, variables, forward, sent, needs_gradient) if divided is None else None
-            if key in traces:
-                return tensors_of(sent.outputs), (key, traces[key])
-            trained = variable_values[: variables.num_trained]
-            parameters = [*trained, *[None] * (len(variables.parameters) - len(trained))]
-            with contextlib.nullcontext() if divided is None else follow_data():
-                backward = _differentiate(
-                    sent.outputs, needs_gradient, sent.losses, scale, sources, parameters, variables.parameters,
-                    row_sources, training=training, accumulates=accumulates,
-                )  # fmt: skip
-        trace = StageTrace(
+    def _traced(self, values: list[Any], arguments: list[tf.Tensor], place: Place, scale: tf.Tensor) -> StageTrace:
+        graph, variables = tf.compat.v1.get_default_graph(), self.variables
+        sources = self._sources(values, arguments)
+        variable_values = on_shards([*variables.parameters, *variables.states], arguments, self.devices)
+        tensors = self._received(values)
+        forward = self._forward(tensors, variable_values, place)
+        with tf.device(self.devices[0]):
+            sent = self._sent(tensors)
+            # A layer may add one value for each example; Keras sums them.
+            losses = tuple(tf.reduce_sum(loss) for loss in forward.losses)
+            pairs = zip(self.inputs, values, strict=False)  # masks come after the values
+            differentiable = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
+            if self.training:
+                refuse_mixed_losses(self.stage, forward.whole_losses, sent.outputs, losses, values)
+                inputs = [tensor for tensor in differentiable if tensor is not None]
+                refuse_hidden_reads(graph, variables.parameters, arguments[: variables.num_trained], inputs)
+            serves_equal_stages = self.divided is None and _follows_from_calls(graph, forward)
+            with contextlib.nullcontext() if self.divided is None else follow_data():
+                backward = self._backward(sent.outputs, losses, scale, differentiable, variable_values, sources)
+        return StageTrace(
             graph, tuple(values), tuple(variable_values), place, scale, sent.outputs, sent.activations, sent.masks,
-            forward.new_states, sent.losses, forward.ways, forward.draws_from_no_layer, sent.unmasked, backward,
-            devices, row_sources,
+            forward.new_states, losses, forward.ways, forward.uses_global_generator, serves_equal_stages,
+            sent.unmasked, backward, self.devices, sources,
         )  # fmt: skip
-        return tensors_of([sent.outputs, backward.input_gradients, backward.sums]), (key, trace)
 
-    specs = [spec.spec for spec in inputs] + [spec.mask for spec in inputs if spec.mask is not None]
-    variable_specs = [tf.TensorSpec(v.shape, v.dtype) for v in (*variables.parameters, *variables.states)]
-    scale = tf.TensorSpec([None], keras.config.floatx())
-    _, (key, trace) = trace_with_record(_concrete_function, body, specs, variable_specs, Place.specs(), scale)
-    return trace if key is None else traces.setdefault(key, trace)
+    def _sources(self, values: Sequence[Any], variable_values: Sequence[tf.Tensor]) -> Sources:
+        """Return what the arguments depend on; a state may differ between micro-batches."""
+        num_trained = self.variables.num_trained
+        pairs = zip(self.inputs, values, strict=False)
+        known = {tensor.ref(): spec.source for spec, value in pairs for tensor in tensors_of(value)}
+        known |= {tensor.ref(): Source.CONSTANT for tensor in variable_values[:num_trained]}
+        return Sources(known | {tensor.ref(): Source.POSITIONS for tensor in variable_values[num_trained:]})
 
+    def _received(self, values: Sequence[Any]) -> dict[Value, Any]:
+        """Return the inputs of the stage from their tensors and masks as they are sent."""
+        masks = iter(values[len(self.inputs) :])
+        with tf.device(self.devices[0]):
+            return {
+                value: spec.received(tensor, next(masks) if spec.mask is not None else None)
+                for value, spec, tensor in zip(self.stage.inputs, self.inputs, values, strict=False)
+            }
 
-def _sources(
-    inputs: Sequence[ValueSpec], values: Sequence[Any], trained: Sequence[tf.Tensor], states: Sequence[tf.Tensor]
-) -> Sources:
-    """Return what the arguments of a stage depend on; a state may differ between micro-batches."""
-    known = {one.ref(): spec.source for spec, value in zip(inputs, values, strict=False) for one in tensors_of(value)}
-    known |= {one.ref(): Source.CONSTANT for one in trained}
-    return Sources(known | {one.ref(): Source.POSITIONS for one in states})
+    def _forward(self, tensors: dict[Value, Any], values: Sequence[tf.Tensor], place: Place) -> _Forward:
+        """Add the layer calls to the graph, and their outputs to `tensors`."""
+        variables = self.variables
+        pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
+        whole = [pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is None]
+        with (
+            tf_divided_memory.with_values([pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is not None]),
+            tf.device(self.devices[0]),
+            tf_tapes.replaced(whole, collect_losses=True) as scope,
+            random_state.replica_seeds(lambda: place.number),
+            # A scalar that a layer gives to a metric is weighted by the micro-batch's part of the batch.
+            keras_losses_in_call.scalars_weighted(lambda _: place.part),
+            in_part(self.ways, place.sums, place.part) as in_call,
+        ):
+            if self.divided is None:
+                model_graph.run(self.stage.calls, tensors, self.training)
+            else:
+                self.divided.run(tensors, self.training)
+            after = [scope.get_current_value(variable) for variable, _ in whole]
+            uses_global_generator = random_state.draws_from_no_layer(scope, variables.states)
+        changed = [None if new is old else new for new, (_, old) in zip(after, whole, strict=True)]
+        num_parameters = len(whole) - len(variables.states)
+        refuse_assigned([variable for variable, _ in whole[:num_parameters]], changed[:num_parameters])
+        ways, whole_losses = tuple(way for way, _ in in_call), [loss for way, loss in in_call if way == "whole"]
+        return _Forward(tuple(changed[num_parameters:]), scope.losses, ways, whole_losses, uses_global_generator)
 
+    def _sent(self, tensors: Mapping[Value, Any]) -> _Sent:
+        """Return what the stage sends after its layer calls."""
+        sent = [keras_probabilities.sent_as(tensors[value]) for value in self.stage.outputs]
+        outputs = tuple(
+            _shards(tensor) if value in self.sharded_outputs else tensor
+            for value, (tensor, _) in zip(self.stage.outputs, sent, strict=True)
+        )
+        masks = tuple(keras_model.mask_of(tensors[value]) for value in self.stage.outputs)
+        unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in self.stage.inputs)
+        return _Sent(outputs, tuple(activation for _, activation in sent), masks, unmasked)
 
-def _received(
-    stage: Stage, inputs: Sequence[ValueSpec], values: Sequence[Any], device: str
-) -> dict[model_graph.Value, Any]:
-    """Return the inputs of a stage from their tensors and masks as they are sent."""
-    masks = iter(values[len(inputs) :])
-    with tf.device(device):
-        return {
-            value: spec.received(tensor, next(masks) if spec.mask is not None else None)
-            for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False)
-        }
+    def _backward(
+        self, outputs: Sequence[Any], losses: Sequence[tf.Tensor], scale: tf.Tensor,
+        inputs: Sequence[Any], variable_values: Sequence[tf.Tensor], sources: Sources,
+    ) -> BackwardTrace:  # fmt: skip
+        """Add the backward pass to the graph that is being traced."""
+        variables, num_inputs = self.variables, len([tensor for tensor in inputs if tensor is not None])
+        trained = list(variable_values[: variables.num_trained])
+        differentiable = [*(tensor for tensor in inputs if tensor is not None), *trained]
+        reached = reached_from(differentiable) if self.training else set()
+        upstream = tuple(
+            None if value in self.unused_outputs else _upstream(output, reached)
+            for value, output in zip(self.stage.outputs, outputs, strict=True)
+        )
+        gradients = _gradients(outputs, upstream, losses, scale, differentiable, reached)
+        # The gradient of rows of an input is sent whole: the stage before has no use for slices.
+        dense = iter([g if g is None else tf.convert_to_tensor(g) for g in gradients[:num_inputs]])
+        input_gradients = tuple(None if tensor is None else next(dense) for tensor in inputs)
+        untrained = [None] * (len(variables.parameters) - len(trained))
+        of_weights = [*gradients[num_inputs:], *untrained]
+        weight_gradients, kinds = by_lookups(of_weights, variables.parameters, sources)
+        totals, sums = self._accumulated([*trained, *untrained], weight_gradients)
+        return BackwardTrace(upstream, input_gradients, weight_gradients, totals, sums, kinds)
 
+    def _accumulated(
+        self, parameters: Sequence[tf.Tensor | None], gradients: Sequence[Any]
+    ) -> tuple[tuple[tf.Tensor | None, ...], tuple[Any, ...]]:
+        """Return placeholders for earlier sums of dense gradients, and all gradients with these added.
 
-class _Sent(NamedTuple):
-    outputs: tuple[Any, ...]
-    activations: tuple[str, ...]
-    masks: tuple[tf.Tensor | None, ...]
-    unmasked: tuple[bool, ...]
-    losses: tuple[tf.Tensor, ...]
-
-
-def _sent(
-    stage: Stage, tensors: Mapping[model_graph.Value, Any], forward: _Forward, in_pieces: Container[model_graph.Value]
-) -> _Sent:
-    """Return what a stage sends after its layer calls."""
-    sent = [keras_probabilities.sent_as(tensors[value]) for value in stage.outputs]
-    whole, activations = (tuple(one[place] for one in sent) for place in range(2))
-    outputs = tuple(
-        _pieces(one) if value in in_pieces else one for value, one in zip(stage.outputs, whole, strict=True)
-    )
-    masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
-    unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in stage.inputs)
-    # A layer may add one value for each example; Keras sums them.
-    return _Sent(outputs, activations, masks, unmasked, tuple(tf.reduce_sum(loss) for loss in forward.losses))
-
-
-def _pieces(tensor: Any) -> Any:
-    """Return the pieces of scores that have them, each on its device; any other tensor, and probabilities, as it is."""
-    pieces = None if gathered_classes.are_probabilities(tensor) else gathered_classes.pieces_of(tensor)
-    return tensor if pieces is None else tuple(pieces.tensors)
-
-
-def _key(
-    graph: Any,
-    stage: Stage,
-    inputs: Sequence[ValueSpec],
-    variables: StageVariables,
-    forward: _Forward,
-    sent: _Sent,
-    needs_gradient: Sequence[bool],
-) -> Hashable:
-    """Return all that the trace of a stage depends on; None for one that depends on more than its layer calls."""
-    # A captured tensor, or a state that TensorFlow holds for an operation, is that of one stage.
-    if forward.depends_on_more or graph.captures or any(op.op_def.is_stateful for op in graph.get_operations()):
-        return None
-    calls, types = settings_of_calls(stage.calls, stage.inputs), tuple(op.type for op in graph.get_operations())
-    results = _positions(graph, [*sent.outputs, *sent.masks, *forward.new_states, *sent.losses])
-    sizes = len(variables.parameters), variables.num_trained, len(variables.states), len(sent.outputs)
-    specs = *inputs, *map(spec_of_output, [*sent.outputs, *sent.masks])
-    return calls, types, results, sizes, specs, sent.activations, sent.unmasked, tuple(needs_gradient)
-
-
-def _positions(graph: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the positions of tensors in a graph, None for None; a ragged or sparse tensor has several."""
-    numbers = {op: number for number, op in enumerate(graph.get_operations())}
-
-    def positions(tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        return type(tensor).__name__, tuple((numbers[part.op], part.value_index) for part in tensors_of(tensor))
-
-    return tuple(map(positions, tensors))
-
-
-def _concrete_function(body: Callable[..., Any], *specs: Any) -> Any:
-    return tf.function(body, autograph=False).get_concrete_function(*specs)
+        A sum is added while its gradient is in the processor's cache, and overwrites its memory.
+        """
+        totals, sums = list[Any](), list[Any]()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            total, added = None, gradient
+            if self.accumulates and parameter is not None and isinstance(gradient, tf.Tensor):
+                with tf.device(parameter.device):
+                    total = tf.compat.v1.placeholder(gradient.dtype, gradient.shape)
+                    added = total + gradient
+            totals.append(total)
+            sums.append(added)
+        return tuple(totals), tuple(sums)
 
 
 class _Forward(NamedTuple):
@@ -217,141 +230,56 @@ class _Forward(NamedTuple):
     losses: Sequence[tf.Tensor]
     ways: tuple[Way, ...]
     whole_losses: Sequence[tf.Tensor]
-    draws_from_no_layer: bool
-
-    @property
-    def depends_on_more(self) -> bool:
-        """Whether the stage depends on more than its operations: on losses of the whole batch or on other variables."""
-        return bool(self.ways or self.whole_losses or self.draws_from_no_layer)
+    uses_global_generator: bool
 
 
-def _forward_pass(
-    stage: Stage, tensors: dict[model_graph.Value, Any], variables: StageVariables, values: Sequence[tf.Tensor],
-    place: Place, divided: DividedCalls | None, device: str, training: bool, ways: Sequence[Way],
-) -> _Forward:  # fmt: skip
-    """Add the layer calls of a stage to the graph, and their outputs to `tensors`."""
-    pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
-    mapping = [pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is None]
-    with (
-        tf_divided_memory.with_values([pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is not None]),
-        tf.device(device),
-        tf_tapes.replaced(mapping, collect_losses=True) as scope,
-        random_state.replica_seeds(lambda: place.number),
-        # A scalar that a layer gives to a metric is weighted by the micro-batch's part of the batch.
-        keras_losses_in_call.scalars_weighted(lambda _: place.part),
-        in_part(ways, place.sums, place.part) as in_call,
-    ):
-        if divided is None:
-            model_graph.run(stage.calls, tensors, training)
-        else:
-            divided.run(tensors, training)
-        after = [scope.get_current_value(variable) for variable, _ in mapping]
-        draws_from_no_layer = random_state.draws_from_no_layer(scope, variables.states)
-    changed = [None if new is old else new for new, (_, old) in zip(after, mapping, strict=True)]
-    num_parameters = len(mapping) - len(variables.states)
-    _check_parameters([variable for variable, _ in mapping[:num_parameters]], changed[:num_parameters])
-    whole = [loss for way, loss in in_call if way == "whole"]
-    in_order = tuple(way for way, _ in in_call)
-    return _Forward(tuple(changed[num_parameters:]), scope.losses, in_order, whole, draws_from_no_layer)
+class _Sent(NamedTuple):
+    outputs: tuple[Any, ...]
+    activations: tuple[str, ...]
+    masks: tuple[tf.Tensor | None, ...]
+    unmasked: tuple[bool, ...]
 
 
-def _check_parameters(parameters: Sequence[Any], changed: Sequence[tf.Tensor | None]) -> None:
-    for variable, new in zip(parameters, changed, strict=True):
-        if new is not None:
-            raise ValueError(
-                f"In a pipeline, only the optimizer can change a trained weight, received a layer that assigns "
-                f"{variable.path!r} in its call (as SpectralNormalization does). Leave that layer out, or train on "
-                "SingleDevice()."
-            )
+def _concrete_function(body: Any, *specs: Any) -> Any:
+    return tf.function(body, autograph=False).get_concrete_function(*specs)
 
 
-def _check_reads(
-    graph: Any, variables: StageVariables, trained: Sequence[tf.Tensor], sources: Sequence[tf.Tensor | None]
-) -> None:
-    """Refuse a function with a gradient of its own that reads what is trained without taking it as an argument."""
-    inputs = [source for source in sources if source is not None]
-    for place in hidden_reads(graph, [*trained, *inputs]):
-        name = repr(variables.parameters[place].path) if place < len(trained) else "the output of an earlier layer"
-        raise ValueError(
-            "A stage gives layers the values of their weights, and a function with a gradient of its own must take "
-            f"all that is trained as arguments, received one that reads {name}. Make it an argument; in place of "
-            "tf.recompute_grad and keras.remat, a pipeline has recompute=True. Or train on SingleDevice() or "
-            "Mirrored()."
-        )
+def _follows_from_calls(graph: Any, forward: _Forward) -> bool:
+    """Return whether a graph depends on nothing but its layer calls.
+
+    A captured tensor, or a state that TensorFlow holds for an operation, is that of one stage.
+    """
+    is_stateful = any(op.op_def.is_stateful for op in graph.get_operations())
+    return not (forward.ways or forward.uses_global_generator or graph.captures or is_stateful)
 
 
-def _check_losses_in_call(
-    stage: Stage,
-    whole: Sequence[tf.Tensor],
-    outputs: Sequence[Any],
-    losses: Sequence[tf.Tensor],
-    values: Sequence[Any],
-) -> None:
-    """Refuse a result that depends on a loss of the whole batch and on the examples of a micro-batch."""
-    if not whole:
-        return
-    later = reached_from(whole)
-    if any(part.op in later for part in dense_parts(outputs)):
-        raise ValueError(
-            "In a pipeline, a loss computed in call() must be used in the same stage if it has trained weights or is "
-            f"transformed by more than a constant factor, but stage {stage.index} sends it to a later stage. Change "
-            "the cuts with balance, or train on SingleDevice() or Mirrored()."
-        )
-    gradients = tf.gradients(list(losses), list(whole)) if losses else []
-    varying = reached_from(values, stop=[loss.op for loss in whole])
-    for gradient in gradients:
-        if gradient is not None and gradient.op in varying:
-            raise ValueError(
-                "In a pipeline, a layer can add the value of a loss object, or a function of it, but not its product "
-                f"with another value of the examples, as in stage {stage.index}. Add each as a separate loss, or train "
-                "on SingleDevice() or Mirrored()."
-            )
-
-
-def _differentiate(
-    outputs: Sequence[Any], needs_gradient: Sequence[bool], losses: Sequence[tf.Tensor], scale: tf.Tensor,
-    sources: Sequence[Any], parameters: Sequence[tf.Tensor | None], weights: Sequence[Any], row_sources: Sources, *,
-    training: bool, accumulates: bool,
-) -> BackwardTrace:  # fmt: skip
-    """Add the backward pass to the graph that is being traced."""
-    given = [source for source in sources if source is not None]
-    trained = [parameter for parameter in parameters if parameter is not None]
-    reached = reached_from([*given, *trained]) if training else set()
-    upstream = tuple(
-        _upstream(output, reached) if needed else None for output, needed in zip(outputs, needs_gradient, strict=True)
-    )
-    sent = [output for output, gradient in zip(outputs, upstream, strict=True) if gradient is not None]
-    ends = list(zip(dense_parts(sent), tensors_of(upstream), strict=True))
-    ends += [(loss, tf.cast(scale[i], loss.dtype)) for i, loss in enumerate(losses) if loss.op in reached]
-    found: Sequence[Any] = [None] * (len(given) + len(trained))
-    if ends:
-        found = tf.gradients([end for end, _ in ends], [*given, *trained], [gradient for _, gradient in ends])
-    # The gradient of rows that were looked up in an input is sent whole: the stage before has no use for slices.
-    dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in found[: len(given)]]
-    in_order = iter([*dense, *found[len(given) :]])
-    input_gradients = tuple(None if source is None else next(in_order) for source in sources)
-    of_weights = [None if one is None else next(in_order) for one in parameters]
-    weight_gradients, kinds = by_lookups(of_weights, weights, row_sources)
-    # A sum is added while its gradient is in the processor's cache, and overwrites its memory.
-    totals, sums = list[Any](), list[Any]()
-    for parameter, gradient in zip(parameters, weight_gradients, strict=True):
-        total, added = None, gradient
-        if accumulates and parameter is not None and isinstance(gradient, tf.Tensor):
-            with tf.device(parameter.device):
-                total = tf.compat.v1.placeholder(gradient.dtype, gradient.shape)
-                added = total + gradient
-        totals.append(total)
-        sums.append(added)
-    return BackwardTrace(upstream, input_gradients, weight_gradients, tuple(totals), tuple(sums), kinds)
+def _shards(tensor: Any) -> Any:
+    """Return the shards of scores that have them, each on its device; any other tensor, and probabilities, as it is."""
+    shards = None if gathered_classes.are_probabilities(tensor) else gathered_classes.pieces_of(tensor)
+    return tensor if shards is None else tuple(shards.tensors)
 
 
 def _upstream(output: Any, reached: Container[tf.Operation]) -> Any:
-    """Return a placeholder for the gradient of an output, of each of its pieces, or None for no gradient."""
+    """Return a placeholder for the gradient of an output, of each of its shards, or None for no gradient."""
     parts = dense_parts(output)
     if not any(part.dtype.is_floating and part.op in reached for part in parts):
         return None
-    found = []
+    placeholders = []
     for part in parts:
         with tf.device(part.device):
-            found.append(tf.compat.v1.placeholder(part.dtype, part.shape))
-    return tuple(found) if isinstance(output, tuple) else found[0]
+            placeholders.append(tf.compat.v1.placeholder(part.dtype, part.shape))
+    return tuple(placeholders) if isinstance(output, tuple) else placeholders[0]
+
+
+def _gradients(
+    outputs: Sequence[Any], upstream: Sequence[Any], losses: Sequence[tf.Tensor], scale: tf.Tensor,
+    sources: Sequence[tf.Tensor], reached: Container[tf.Operation],
+) -> Sequence[Any]:  # fmt: skip
+    """Return the gradient of each source, from those of the outputs and of the added losses; None for none."""
+    sent = [output for output, gradient in zip(outputs, upstream, strict=True) if gradient is not None]
+    ends = list(zip(dense_parts(sent), tensors_of(upstream), strict=True))
+    ends += [(loss, tf.cast(scale[i], loss.dtype)) for i, loss in enumerate(losses) if loss.op in reached]
+    if not ends:
+        return [None] * len(sources)
+    gradients: Sequence[Any] = tf.gradients([end for end, _ in ends], sources, [gradient for _, gradient in ends])
+    return gradients

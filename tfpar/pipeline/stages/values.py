@@ -42,14 +42,14 @@ class ValueSpec:
     source: Source = Source.EXAMPLES
 
     @property
-    def is_in_pieces(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether it is sent in pieces."""
         return isinstance(self.spec, tuple)
 
     @property
     def whole(self) -> tf.TypeSpec:
         """The spec of the tensor that its pieces are joined to; that of the tensor."""
-        if not self.is_in_pieces:
+        if not self.is_sharded:
             return self.spec
         sizes = [one.shape[-1] for one in self.spec]
         return tf.TensorSpec([*self.spec[0].shape[:-1], sum(sizes)], self.spec[0].dtype)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import small
-from tfpar.pipeline.stages.hidden_reads import hidden_reads
+from tfpar.pipeline.stages.refusals import hidden_reads
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -31,19 +31,6 @@ def takes(inputs: tf.Tensor, weight: tf.Tensor) -> Any:
     return inputs * weight, lambda upstream: (upstream * weight, tf.reduce_sum(upstream * inputs, axis=0))
 
 
-def in_a_loop(inputs: Any, first: Any, second: Any) -> Any:
-    step = lambda count, value: (count + 1, hides(value, second) + first)  # noqa: E731
-    return tf.while_loop(lambda count, _: count < 3, step, [0, inputs])[1]
-
-
-def in_a_branch(inputs: Any, first: Any, second: Any) -> Any:
-    return tf.cond(inputs[0] > 0, lambda: takes(inputs, first), lambda: hides(inputs, second))
-
-
-def in_a_function(inputs: Any, first: Any, second: Any) -> Any:
-    return tf.function(tf.function(hides))(inputs, second) * first
-
-
 GRAPHS: dict[str, tuple[Callable[..., Any], list[int]]] = {
     "neither": (lambda inputs, first, second: takes(takes(inputs, first), second), []),
     "activations": (lambda inputs, first, second: tf.nn.silu(inputs * first) * tf.math.log_sigmoid(second), []),
@@ -53,9 +40,6 @@ GRAPHS: dict[str, tuple[Callable[..., Any], list[int]]] = {
     "after another": (lambda inputs, first, second: takes(hides(inputs, first), second), [1]),
     "within another": (lambda inputs, first, second: tf.recompute_grad(lambda x: takes(x, second))(inputs), [2]),
     "an argument that hides": (lambda inputs, first, second: takes(inputs * hides(first, second), first), [2]),
-    "in a loop": (in_a_loop, [2]),
-    "in a branch": (in_a_branch, [2]),
-    "in a function": (in_a_function, [2]),
 }
 
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfpar.pipeline.stages.compiled_stage import CompiledStage
 from tfpar.pipeline.stages.subgraphs import Subgraph
+from tfpar.reduction.gradient_addition import tensors_of
 
 _VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
 
@@ -29,25 +31,23 @@ class SavedBytes(NamedTuple):
     until_weight_gradient: int
 
 
-def saved_bytes(
-    before: Sequence[tf.Tensor], later: Sequence[Subgraph], output_gradients: Sequence[tf.Tensor], num_examples: int
-) -> SavedBytes:
-    """Return the memory that a backward pass needs for saved and recomputed tensors.
+def saved_bytes(stage: CompiledStage, microbatch_size: int) -> SavedBytes:
+    """Return the memory that the backward pass of a stage needs for saved and recomputed tensors.
 
     Args:
-        before: The inputs and outputs of the forward pass.
-        later: The backward pass: one subgraph, or that of the input gradients and that of the weight gradients.
-        output_gradients: The gradients with which the backward pass begins.
-        num_examples: The size of the micro-batch.
+        stage: A stage that is compiled for training.
+        microbatch_size: The number of examples of a micro-batch.
     """
-    first, *others = later
-    used = [tensor for subgraph in later for tensor in subgraph.inputs]
+    forward, first, *others = stage.subgraphs
+    used = [tensor for subgraph in (first, *others) for tensor in subgraph.inputs]
     used_last = [tensor for subgraph in others for tensor in subgraph.inputs]
+    before = [*tensors_of(stage.trace.values), *forward.outputs]
+    after_first = [*first.outputs, *tensors_of(stage.trace.backward.output_gradients)]
     return SavedBytes(
-        _bytes(_among(before, used), num_examples),
-        _recomputed_bytes(first, num_examples),
-        sum(_recomputed_bytes(subgraph, num_examples) for subgraph in others),
-        _bytes(_among([*first.outputs, *output_gradients], used_last), num_examples),
+        _bytes(_among(before, used), microbatch_size),
+        _recomputed_bytes(first, microbatch_size),
+        sum(_recomputed_bytes(subgraph, microbatch_size) for subgraph in others),
+        _bytes(_among(after_first, used_last), microbatch_size),
     )
 
 
