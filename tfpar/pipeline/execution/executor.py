@@ -24,7 +24,7 @@ from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches, host
 from tfpar.pipeline.execution.row_sums import RowSums
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
-from tfpar.pipeline.loss.compiled_loss import LossPart
+from tfpar.pipeline.loss.microbatch_loss import LossResult
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, needs_queues
@@ -44,7 +44,7 @@ class Loss(Protocol):
 
     takes_outputs: bool
 
-    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart | None:
+    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossResult | None:
         """Add the loss of a micro-batch to that of the batch; None for a loss of the whole batch."""
 
 

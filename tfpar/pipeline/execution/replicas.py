@@ -22,9 +22,9 @@ from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.peers import Peers
 from tfpar.pipeline.execution.row_sums import added, added_over_workers, joined
 from tfpar.pipeline.execution.state_changes import added_changes, sums_of_pairs, values_after
-from tfpar.pipeline.execution.step_loss import BatchLoss
+from tfpar.pipeline.execution.step_loss import StepLoss
 from tfpar.pipeline.execution.whole_batch import compute_on_whole_batch
-from tfpar.pipeline.loss.compiled_loss import LossProgram
+from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, segments
 from tfpar.pipeline.stages.compiled_stage import CompiledStage
@@ -40,7 +40,7 @@ class ReplicaContext(NamedTuple):
     """
 
     execution: Execution
-    loss: BatchLoss
+    loss: StepLoss
 
 
 def named(replica: int) -> contextlib.AbstractContextManager[Any]:
@@ -121,7 +121,7 @@ class StepContext:
         of_stages = zip(*(one.execution.sums() for one in self.replicas), strict=True)
         users: list[tuple[Any, Any]] = [
             *zip(execution.programs.stages, of_stages, strict=True),
-            (loss.program, of_loss),
+            (loss.compiled, of_loss),
         ]
         # The workers' messages about the last stage come first, which is the first to end its backward passes.
         per_user = [self._joined(program, sums) if any(sums) else [] for program, sums in reversed(users)][::-1]
@@ -144,7 +144,7 @@ class StepContext:
                 with tf.control_dependencies([one for one in sums if one is not None]):
                     tf_graph.run_before(tf.no_op(), reads)
 
-    def _joined(self, program: CompiledStage | LossProgram, replicas: Sequence[Sequence[Any]]) -> list[Any]:
+    def _joined(self, program: CompiledStage | MicrobatchLoss, replicas: Sequence[Sequence[Any]]) -> list[Any]:
         """Return summed gradients of the parameters of a program as tensors, slices or None."""
         gradients = added(replicas, program.kinds, program.parameters)
         if self._peers is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,78 +13,58 @@ from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.row_sums import RowSums
-from tfpar.pipeline.execution.step_results import MetricsUpdate
+from tfpar.pipeline.execution.step_compiler import CompiledStep
 from tfpar.pipeline.execution.step_state import LOSS
-from tfpar.pipeline.loss.compiled_loss import LossPart, LossProgram
-from tfpar.pipeline.loss.model_loss import taken_after_stages
-from tfpar.pipeline.loss.tracing import LossArguments
-from tfpar.pipeline.stages.compiler import CompiledStages
+from tfpar.pipeline.loss.metrics_update import MetricsUpdate
+from tfpar.pipeline.loss.microbatch_loss import LossArguments, LossResult, taken_after_stages
 from tfpar.pipeline.stages.values import MaskedTensor
 from tfpar.reduction.gradient_addition import plus
-
-
-class StepPrograms(NamedTuple):
-    """The compiled functions of a step.
-
-    Args:
-        programs: The stages.
-        loss: The loss, after the last stage.
-        metrics: The update of the metrics by a micro-batch; None for none.
-        takes_whole_loss: Whether `loss` is that of the whole batch, from the outputs of all micro-batches.
-        whole_metrics: The update of the metrics that take the whole batch, on the first replica; None for none.
-    """
-
-    programs: CompiledStages
-    loss: LossProgram
-    metrics: MetricsUpdate | None
-    takes_whole_loss: bool = False
-    whole_metrics: MetricsUpdate | None = None
-
 
 _METRICS, _WHOLE_METRICS = Key("updated", "metrics"), Key("updated", "metrics of the whole batch")
 _METRIC_STATES = Key("metric states", LOSS)
 
 
-class BatchLoss:
+class StepLoss:
     """The loss of a batch, computed micro-batch by micro-batch during an execution, or once for all of them.
 
     Args:
-        compiled: The compiled functions of the step.
+        step: The compiled functions of the step.
         divisors: The divisors of the losses over the batch, float64 `[divisors]`.
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
         updates_metrics: Whether the outputs update the metrics.
         adds_metrics: Whether the states of metrics begin at zero, to be added to those of the first replica.
 
     Attributes:
+        compiled: The loss of a micro-batch.
         takes_whole: Whether the loss takes the whole batch.
         takes_outputs: Whether the loss or a metric does.
     """
 
     def __init__(
         self,
-        compiled: StepPrograms,
+        step: CompiledStep,
         divisors: tf.Tensor,
         scale: tf.Tensor,
         *,
         updates_metrics: bool,
         adds_metrics: bool = False,
     ) -> None:
-        self._program = compiled.loss
-        with tf.device(self._program.device):  # or a loop would send them there in every iteration
+        self.compiled = step.loss
+        with tf.device(self.compiled.device):  # or a loop would send them there in every iteration
             self._divisors, self._scale = tf.identity(divisors), tf.identity(scale)
-        self._metrics = compiled.metrics if updates_metrics else None
-        self._whole_metrics = compiled.whole_metrics if updates_metrics else None
-        self.takes_whole = compiled.takes_whole_loss
+        self._metrics = step.metrics if updates_metrics else None
+        self._whole_metrics = step.whole_metrics if updates_metrics else None
+        self.takes_whole = step.takes_whole_loss
         self.takes_outputs = self.takes_whole or self._whole_metrics is not None
-        states = [variable.value.read_value() for variable in compiled.loss.states]
+        states = [variable.value.read_value() for variable in self.compiled.metric_states]
         self._initial = list(map(tf.zeros_like, states)) if adds_metrics else states
 
     @property
     def variables(self) -> tuple[Sequence[keras.Variable], Sequence[keras.Variable]]:
         """The states that the loss reads and changes, and the weights that it reads."""
-        return self._program.layer_states, self._program.parameters
+        return self.compiled.layer_states, self.compiled.parameters
 
-    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart | None:
+    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossResult | None:
         """Add the loss of a micro-batch to that of the batch, with the states that it changes.
 
         Args:
@@ -95,7 +75,7 @@ class BatchLoss:
         Returns:
             The part of the micro-batch; None where the loss takes the whole batch.
         """
-        device = self._program.device
+        device = self.compiled.device
         microbatch, part = execution.microbatch(number, device), None
         if not self.takes_whole:
             part = self._add(execution, number, execution.number(number, device), microbatch, outputs)
@@ -132,13 +112,13 @@ class BatchLoss:
         outputs: list[MaskedTensor],
         *,
         counts: bool = True,
-    ) -> LossPart:
+    ) -> LossResult:
         """Add the loss of a micro-batch, whose index is `number` on its replica and `index` in the global batch."""
-        program, live = self._program, execution.live
+        live = execution.live
         states = live.get(_METRIC_STATES, self._initial)
-        part = program.part(
+        part = self.compiled(
             LossArguments(
-                taken_after_stages(program.loss.model, microbatch.batch),
+                taken_after_stages(self.compiled.model, microbatch.batch),
                 outputs=[output.tensor for output in outputs],
                 masks=[output.mask for output in outputs],
                 metric_states=states,
@@ -156,12 +136,12 @@ class BatchLoss:
             part = part.not_counted(states)
             microbatch = dataclasses.replace(microbatch, num_counted=tf.zeros_like(microbatch.num_counted))
         live[_METRIC_STATES] = [
-            tf.where(microbatch.num_counted > 0, new, old) for new, old in zip(part.states, states, strict=True)
+            tf.where(microbatch.num_counted > 0, new, old) for new, old in zip(part.metric_states, states, strict=True)
         ]
         execution.add("loss", LOSS, part.value)
         for output, value in enumerate(part.of_outputs):
             execution.add("loss of an output", output, value)
-        self._add_weights(live, part.weights)
+        self._add_weights(live, part.weight_gradients)
         execution.variables.note_loss(number, part.layer_states, microbatch)
         return part
 
@@ -170,7 +150,7 @@ class BatchLoss:
 
         TensorFlow prunes the updates unless a result depends on theirs, which is zero.
         """
-        with tf.device(self._program.device):
+        with tf.device(self.compiled.device):
             value: tf.Tensor = live.get(Key("loss", LOSS), tf.zeros([], keras.config.floatx()))
             for zero in self._updated(live):
                 value += tf.cast(zero, value.dtype)
@@ -182,7 +162,7 @@ class BatchLoss:
 
     def new_states(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
         """Return the variables of metrics that change, with their values after the batch; not those that are added."""
-        own = self._program.updated_metrics(live.get(_METRIC_STATES, self._initial))
+        own = self.compiled.updated_metrics(live.get(_METRIC_STATES, self._initial))
         if self._metrics is None or self._metrics.is_added:
             return own
         return [*own, *self._metrics.updated(live[_METRICS])]
@@ -203,11 +183,6 @@ class BatchLoss:
         dense = [live.get(Key("gradient of the loss", index)) for index in range(len(rows))]
         return [one if of_one is None else of_one for one, of_one in zip(dense, rows, strict=True)]
 
-    @property
-    def program(self) -> LossProgram:
-        """The compiled loss."""
-        return self._program
-
     def _add_weights(self, live: LiveTensors, gradients: Sequence[Any]) -> None:
         self._rows(live).add(gradients)
         for index, gradient in enumerate(gradients):
@@ -216,8 +191,8 @@ class BatchLoss:
                 live[key] = plus(live.get(key), gradient)
 
     def _rows(self, live: LiveTensors) -> RowSums:
-        program = self._program
-        return RowSums(live, LOSS, program.trace.weight_gradients, program.kinds, program.device)
+        loss = self.compiled
+        return RowSums(live, LOSS, loss.traced_weight_gradients, loss.kinds, loss.device)
 
     def _update_metrics(
         self,
@@ -231,7 +206,7 @@ class BatchLoss:
         tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
         with tf.control_dependencies(None):
             before = live.get(key) or metrics.initial()
-            batch = taken_after_stages(self._program.loss.model, microbatch.batch)
+            batch = taken_after_stages(self.compiled.model, microbatch.batch)
             given = before, microbatch.num_counted, microbatch.part, batch, tensors, masks
             live[key] = list(metrics.function(*given))
 

@@ -16,12 +16,11 @@ from tfpar._compat.tf_divided_memory import lasting_pieces
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.peers import LocalPart, Peers
-from tfpar.pipeline.execution.regularization import add_penalties
 from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
 from tfpar.pipeline.execution.state_changes import added_changes, values_after
-from tfpar.pipeline.execution.step_compiler import StepCompiler
-from tfpar.pipeline.execution.step_loss import BatchLoss, StepPrograms
-from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
+from tfpar.pipeline.execution.step_compiler import CompiledStep, StepCompiler
+from tfpar.pipeline.execution.step_loss import StepLoss
+from tfpar.pipeline.execution.step_results import add_penalties, add_to_metrics, assign_states, update_loss_trackers
 from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
@@ -265,10 +264,10 @@ class PipelineSteps:
         divisors = tf.zeros([0], tf.float64)
         if compiled.loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
-            local = compiled.loss.loss.divisors(batch, data.num_rows(batch), call)
+            local = compiled.loss.divisors(batch, data.num_rows(batch), call)
             divisors = _over_workers(local, microbatches, peers)
 
-        num_added = sum(program.num_losses for program in compiled.programs.stages)
+        num_added = sum(stage.num_losses for stage in compiled.stages.stages)
 
         def factors(one: Microbatch) -> Sequence[tf.Tensor]:
             weights = BatchWeights(one.example_weight, one.size, one.num_examples)
@@ -277,12 +276,12 @@ class PipelineSteps:
         sums = None if timed else self._sums_in_call(batch, training)
         sums = None if sums is None else _over_workers(sums, microbatches, peers)
 
-        def begin(replica: int, one: StepPrograms, first_microbatch: int) -> ReplicaContext:
+        def begin(replica: int, one: CompiledStep, first_microbatch: int) -> ReplicaContext:
             with named(replica):
                 adds = replica > 0 or self._peers is not None
-                loss = BatchLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
+                loss = StepLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
                 execution = Execution(
-                    one.programs, of_replicas[replica], scale, factors, loss, loss.variables, sums,
+                    one.stages, of_replicas[replica], scale, factors, loss, loss.variables, sums,
                     first_microbatch=first_microbatch, timed=timed,
                 )  # fmt: skip
             return ReplicaContext(execution, loss)

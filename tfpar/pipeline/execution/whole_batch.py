@@ -20,8 +20,8 @@ from tfpar import data
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, host_of, rows_between
 from tfpar.pipeline.execution.peers import Peers
-from tfpar.pipeline.execution.step_loss import BatchLoss
-from tfpar.pipeline.loss.model_loss import taken_after_stages
+from tfpar.pipeline.execution.step_loss import StepLoss
+from tfpar.pipeline.loss.microbatch_loss import taken_after_stages
 from tfpar.pipeline.stages.bundles import is_copied
 from tfpar.pipeline.stages.values import MaskedTensor
 from tfpar.reduction.whole_batch import not_dense
@@ -44,7 +44,7 @@ class _Part(NamedTuple):
 
 
 def compute_on_whole_batch(
-    replicas: Sequence[tuple[Execution, BatchLoss]], peers: Peers | None, *, reads_inputs: bool
+    replicas: Sequence[tuple[Execution, StepLoss]], peers: Peers | None, *, reads_inputs: bool
 ) -> None:
     """Compute the loss of all micro-batches and the metrics that take it, and give each its gradients.
 
@@ -54,10 +54,10 @@ def compute_on_whole_batch(
         reads_inputs: Whether an overridden method of the model takes the inputs of the whole batch.
     """
     execution, loss = replicas[0]
-    device = loss.program.device
+    device = loss.compiled.device
     parts = [part for replica, _ in replicas for part in _parts(replica, device)]
     outputs = [_joined(parts, index, device) for index in range(len(parts[0].outputs))]
-    examples = _examples(parts, loss.program.loss.model, device)
+    examples = _examples(parts, loss.compiled.model, device)
     begins: Sequence[Any] = [tf.zeros([], tf.int64)] * len(outputs)
     if peers is not None:
         begins = _begins(outputs, peers, device)
