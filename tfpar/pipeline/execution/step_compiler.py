@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model
-from tfpar.pipeline.loss.metrics_update import MetricsUpdate, compile_metrics_update
+from tfpar.pipeline.loss.metrics_update import MetricsUpdate
 from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss, taken_after_stages
 from tfpar.pipeline.stages.compiler import CompiledStages, StageCompiler
 from tfpar.pipeline.stages.values import ValueSpec
@@ -134,7 +134,7 @@ class StepCompiler:
             return None
         outputs, devices = [stages.specs[value] for value in stages.outputs], stages.stages[-1].devices
         whole = metric_logs.whole_metrics(self.staged.model, verdict)
-        return compile_metrics_update(self.staged, outputs, specs, devices, whole, in_place=in_place)
+        return MetricsUpdate(self.staged, outputs, specs, devices, whole, in_place=in_place)
 
     def _compile_whole_metrics(self, stages: CompiledStages, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
         """Return the update of the metrics that take the whole batch; each worker computes all of it, in place."""
@@ -143,7 +143,7 @@ class StepCompiler:
             return None
         outputs, devices = [_whole(stages.specs[value]) for value in stages.outputs], stages.stages[-1].devices
         others = metric_logs.other_metrics(self.staged.model, whole)
-        return compile_metrics_update(self.staged, outputs, specs, devices, others, in_place=True)
+        return MetricsUpdate(self.staged, outputs, specs, devices, others, in_place=True)
 
     def _compile_loss(self, stages: CompiledStages, specs: Any, verdict: Verdict, *, training: bool) -> MicrobatchLoss:
         model, is_whole = self.staged.model, verdict.takes_whole_loss

@@ -207,8 +207,7 @@ class StepLoss:
         with tf.control_dependencies(None):
             before = live.get(key) or metrics.initial()
             batch = taken_after_stages(self.compiled.model, microbatch.batch)
-            given = before, microbatch.num_counted, microbatch.part, batch, tensors, masks
-            live[key] = list(metrics.function(*given))
+            live[key] = metrics(before, microbatch.num_counted, microbatch.part, batch, tensors, masks)
 
     def _updated(self, live: LiveTensors) -> list[tf.Tensor]:
         """Return zeros that are computed after all updates of metrics."""
