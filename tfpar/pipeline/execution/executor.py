@@ -181,7 +181,7 @@ class Execution:
 
         Args:
             number: The index of the micro-batch.
-            gradients: A tensor, a tuple of pieces, or None for none. A tensor is divided where the output is in pieces.
+            gradients: A tensor, a tuple of shards, or None for none. A tensor is divided where the output is sharded.
         """
         if tensors_of(gradients):
             divided = list(map(self._as_output, self._programs.outputs, gradients))
@@ -189,13 +189,13 @@ class Execution:
             self.live.save(_loss_gradients(number), divided, self._loss_places)
 
     def _as_output(self, value: Value, gradient: Any) -> Any:
-        """Return the gradient of an output in pieces where the output is in pieces."""
+        """Return the gradient of an output, in shards where the output is sharded."""
         spec = self._programs.specs[value]
         if not (spec.is_sharded and isinstance(gradient, tf.Tensor)):
             return gradient
         with tf.device(self.devices[-1]):
-            pieces = tuple(tf.split(gradient, [piece.shape[-1] for piece in spec.spec], axis=-1))
-        return copies_on(self._groups[self.devices[-1]], pieces)
+            shards = tuple(tf.split(gradient, [shard.shape[-1] for shard in spec.spec], axis=-1))
+        return copies_on(self._groups[self.devices[-1]], shards)
 
     def sums(self) -> list[list[Any]]:
         """Return for each stage the gradients of its weights, summed over micro-batches, as `CompiledStage.sums` does.

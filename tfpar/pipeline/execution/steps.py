@@ -39,7 +39,7 @@ class PipelineSteps:
         compiler: Compiles the stages, the loss and the metrics of the model.
         schedule: The order of actions of a train step in this process.
         peers: The other workers of a job; None for none.
-        apply: Runs the optimizer in a step, with gradients and their weights, of a divided weight its pieces; None for
+        apply: Runs the optimizer in a step, with gradients and their weights, of a divided weight its shards; None for
             all of it in this process.
     """
 

@@ -1,11 +1,11 @@
-"""Compiled functions of a model's outputs, whose pieces may be on the devices of several shards.
+"""Compiled functions of a model's outputs, which may be in shards on several devices.
 
-    device 0   piece ─► cross-entropy ─┐
+    device 0   shard ─► cross-entropy ─┐
                                        ├─► loss
-    device 1   piece ─► cross-entropy ─┘
+    device 1   shard ─► cross-entropy ─┘
 
-A call of a function would have all arguments and results on one device. So the operations of a function of pieces
-become part of the graph that runs it.
+A call of a function would have all arguments and results on one device. So the operations of a function of sharded
+outputs become part of the graph that runs it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class OutputFunction:
     Args:
         concrete: A concrete function of outputs, among other things.
         outputs: A structure with the `ValueSpec` of each output.
-        devices: The device that runs it; then those of the pieces of outputs that are not on it.
+        devices: The device that runs it; then those of the other shards of outputs.
     """
 
     def __init__(self, concrete: Any, outputs: Any, devices: Sequence[str]) -> None:
         self.concrete, self._devices = concrete, devices
-        self._has_pieces = any(spec.is_sharded for spec in tf.nest.flatten(outputs))
+        self._is_sharded = any(spec.is_sharded for spec in tf.nest.flatten(outputs))
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it without an order among stateful operations; control dependencies give the order.
@@ -40,17 +40,17 @@ class OutputFunction:
         Args:
             *arguments: As it was traced with; None for those that are no tensors.
         """
-        if tf.executing_eagerly() or not self._has_pieces:
+        if tf.executing_eagerly() or not self._is_sharded:
             return tf_function.unordered_call(self.concrete, *arguments)
-        given = [argument(tensor, self._devices) for tensor in _flat(arguments) if tensor is not None]
-        known = {inner.ref(): tensor for inner, tensor in zip(self._inputs, given, strict=True)}
+        on_shards = [argument(tensor, self._devices) for tensor in _flat(arguments) if tensor is not None]
+        known = {inner.ref(): tensor for inner, tensor in zip(self._inputs, on_shards, strict=True)}
         self._subgraph(known)
-        results = self.concrete.structured_outputs
-        found = [None if one is None else known[one.ref()] for one in _flat(results)]
-        for one, result in zip(_flat(results), found, strict=True):
+        traced = self.concrete.structured_outputs
+        results = [None if tensor is None else known[tensor.ref()] for tensor in _flat(traced)]
+        for tensor, result in zip(_flat(traced), results, strict=True):
             if result is not None:
-                result.set_shape(one.shape)
-        return tf.nest.pack_sequence_as(results, found, expand_composites=True)
+                result.set_shape(tensor.shape)
+        return tf.nest.pack_sequence_as(traced, results, expand_composites=True)
 
     @functools.cached_property
     def _inputs(self) -> list[tf.Tensor]:
@@ -59,14 +59,14 @@ class OutputFunction:
 
     @functools.cached_property
     def _subgraph(self) -> Subgraph:
-        results = [one for one in _flat(self.concrete.structured_outputs) if one is not None]
-        (found,) = extract_subgraphs(self.concrete.graph, self._inputs, [results], self._devices)
+        results = [tensor for tensor in _flat(self.concrete.structured_outputs) if tensor is not None]
+        (subgraph,) = extract_subgraphs(self.concrete.graph, self._inputs, [results], self._devices)
         # TensorFlow returns each result through an Identity without a device.
-        returned = {one.op.name: one.op.inputs[0].device for one in results if one.op.type == "Identity"}
-        for node in found.operations.node:
+        returned = {tensor.op.name: tensor.op.inputs[0].device for tensor in results if tensor.op.type == "Identity"}
+        for node in subgraph.operations.node:
             if node.name in returned and not node.device:
                 node.device = requested_device(returned[node.name], self._devices)
-        return found
+        return subgraph
 
 
 def _flat(structure: Any) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Stages whose layer calls are divided over several devices, as tensor parallelism divides them.
+"""Stages of several devices, each with a shard of the weights, as tensor parallelism divides layer calls.
 
     stage 0   device 0 ─┐            stage 1   device 2 ─┐
               device 1 ─┴─ sum ─► activation ─► device 3 ─┴─ sum
 
-The first device of a stage receives and sends whole values, but for scores of classes, which the last stage sends to
-the loss in pieces. It has all states. A piece of a divided weight is a parameter of the stage, on the device of its
-shard, with its gradient and the tensors that its operations save.
+The first device of a stage has all states. It receives and sends whole values, but for scores of classes, which the
+last stage sends to the loss in shards. Each shard of a divided weight is a parameter of the stage, on a device of its
+own, with its gradient and the tensors that its operations save.
 """
 
 from __future__ import annotations
@@ -97,22 +97,22 @@ def _short(name: str) -> tuple[str | None, int | None]:
 
 
 def on_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
-    """Return the values of variables, those of pieces of divided weights on the devices of their shards.
+    """Return the values of variables, each shard of a divided weight on its device.
 
     Args:
-        variables: Keras variables, or lasting pieces of some.
+        variables: Keras variables, or shards of divided ones.
         values: The value of each.
         devices: The device of each shard.
     """
-    found = []
+    placed = []
     for variable, value in zip(variables, values, strict=True):
-        piece = tf_divided_memory.piece_of(variable)
-        if piece is None:
-            found.append(value)
+        shard = tf_divided_memory.piece_of(variable)
+        if shard is None:
+            placed.append(value)
             continue
-        with tf.device(devices[piece[1]]):
-            found.append(tf.identity(value))
-    return found
+        with tf.device(devices[shard[1]]):
+            placed.append(tf.identity(value))
+    return placed
 
 
 def on_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> Any:

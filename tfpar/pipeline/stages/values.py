@@ -1,9 +1,9 @@
 """The values that stages receive and send: their specs, and their tensors for one micro-batch.
 
-A stage of several devices that ends with the scores of classes sends these in pieces to the loss, one on each device:
+A stage of several devices that ends with the scores of classes sends a shard of these from each device to the loss:
 
     device 0   [examples, classes 0 to 4] ─┐
-                                           ├─► loss and metrics, which read the pieces
+                                           ├─► loss and metrics, which read the shards
     device 1   [examples, classes 5 to 9] ─┘
 """
 
@@ -26,7 +26,7 @@ class ValueSpec:
     """The spec of a value that a stage receives or sends.
 
     Args:
-        spec: Its shape `[None, ...]` and type; a tuple of those of its pieces along the last axis.
+        spec: Its shape `[None, ...]` and type; a tuple of those of its shards along the last axis.
         mask: Those of its Keras mask; None for none.
         needs_gradient: Whether the backward pass computes its gradient.
         per_example: Whether it is known to have one row for each example.
@@ -43,24 +43,24 @@ class ValueSpec:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it is sent in pieces."""
+        """Whether it is sent in shards."""
         return isinstance(self.spec, tuple)
 
     @property
     def whole(self) -> tf.TypeSpec:
-        """The spec of the tensor that its pieces are joined to; that of the tensor."""
+        """The spec of the whole tensor, to which shards are joined."""
         if not self.is_sharded:
             return self.spec
-        sizes = [one.shape[-1] for one in self.spec]
+        sizes = [shard.shape[-1] for shard in self.spec]
         return tf.TensorSpec([*self.spec[0].shape[:-1], sum(sizes)], self.spec[0].dtype)
 
     def received(self, tensor: Any, mask: tf.Tensor | None, devices: Sequence[str] = ()) -> Any:
         """Return the value as layers and losses take it.
 
         Args:
-            tensor: The tensor that is sent, or its pieces.
+            tensor: The tensor that is sent, or its shards.
             mask: Its Keras mask; None for none.
-            devices: The device of each piece.
+            devices: The device of each shard.
         """
         whole = MaskedTensor(tensor).whole(*devices)
         return keras_model.with_mask(keras_probabilities.received_as(whole, self.activation), mask)
@@ -68,7 +68,7 @@ class ValueSpec:
 
 @dataclasses.dataclass
 class MaskedTensor:
-    """A value of one micro-batch: a tensor, or a tuple of its pieces, and its Keras mask."""
+    """A value of one micro-batch: a tensor, or a tuple of its shards, and its Keras mask."""
 
     tensor: Any
     mask: tf.Tensor | None = None
@@ -77,54 +77,54 @@ class MaskedTensor:
         """Return a copy on a device; TensorFlow sends it as soon as it is computed.
 
         Args:
-            *devices: The device; for a value in pieces that of each piece, of which the first has the mask.
+            *devices: The device; for a sharded value that of each shard, of which the first has the mask.
         """
         return MaskedTensor(copies_on(devices, self.tensor), copies_on(devices, self.mask))
 
     def whole(self, *devices: str) -> Any:
-        """Return the tensor, its pieces as one on the first device; `on` has the argument."""
+        """Return the tensor, shards joined on the first device; `on` has the argument."""
         return gathered_classes.joined(self.tensor, devices) if isinstance(self.tensor, tuple) else self.tensor
 
 
 def copies_on(devices: Sequence[str], tensor: Any) -> Any:
-    """Return a copy of a tensor on the first of some devices, or of each of its pieces on the device of the piece.
+    """Return a copy of a tensor on the first of some devices, or of each of its shards on the device of the shard.
 
     Args:
-        devices: The device of each piece.
-        tensor: A tensor, a tuple of pieces, or None.
+        devices: The device of each shard.
+        tensor: A tensor, a tuple of shards, or None.
     """
     if isinstance(tensor, tuple):
-        return tuple(copies_on([device], piece) for device, piece in zip(devices, tensor, strict=True))
+        return tuple(copies_on([device], shard) for device, shard in zip(devices, tensor, strict=True))
     with tf.device(devices[0]):
         return None if tensor is None else tf.identity(tensor)
 
 
 def sum_on(devices: Sequence[str], gradients: Sequence[Any]) -> Any:
-    """Return the sum of gradients of a value on its device, or of each of its pieces on the device of the piece.
+    """Return the sum of gradients of a value on its device, or of each of its shards on the device of the shard.
 
     Args:
-        devices: The device; for a value in pieces that of each piece.
-        gradients: Gradients, a tuple of pieces or None each.
+        devices: The device; for a sharded value that of each shard.
+        gradients: Gradients, a tuple of shards or None each.
     """
-    given = [one for one in gradients if one is not None]
-    if not any(isinstance(one, tuple) for one in given):
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not any(isinstance(gradient, tuple) for gradient in present):
         with tf.device(devices[0]):
-            return sum_of(given)
-    of_pieces = zip(devices, zip(*given, strict=True), strict=True)
-    return tuple(copies_on([device], sum_on([device], pieces)) for device, pieces in of_pieces)
+            return sum_of(present)
+    of_shards = zip(devices, zip(*present, strict=True), strict=True)
+    return tuple(copies_on([device], sum_on([device], shards)) for device, shards in of_shards)
 
 
 def places_of(devices: Sequence[str], values: Sequence[Any]) -> list[str]:
-    """Return the device of each tensor of values on the first of some devices, or in pieces on all.
+    """Return the device of each tensor of values on the first of some devices, or in shards on all.
 
     Args:
         devices: The devices.
-        values: A tensor, a tuple of pieces, or None each.
+        values: A tensor, a tuple of shards, or None each.
     """
-    found: list[str] = []
+    places: list[str] = []
     for value in values:
-        found += devices if isinstance(value, tuple) else devices[: value is not None]
-    return found
+        places += devices if isinstance(value, tuple) else devices[: value is not None]
+    return places
 
 
 class Place(NamedTuple):
@@ -148,7 +148,7 @@ class Place(NamedTuple):
 
 
 def spec_of_output(tensor: Any) -> Any:
-    """Return the spec of an output of a stage, of its pieces, or of a mask; None of None."""
+    """Return the spec of an output of a stage, of its shards, or of a mask; None of None."""
     if isinstance(tensor, tuple):
         return tuple(map(spec_of_output, tensor))
     if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
