@@ -65,6 +65,10 @@ class LiveTensors:
         """Return what is held under a key, and hold it no longer."""
         return self._held.pop(key, default)
 
+    def add(self, key: Key, value: tf.Tensor) -> None:
+        """Add a tensor to the sum under a key."""
+        self._held[key] = self._held[key] + value if key in self._held else value
+
     def of_role(self, role: str) -> list[Key]:
         """Return the keys of a role, in the order in which their tensors were first held."""
         return [key for key in self._held if key.role == role]

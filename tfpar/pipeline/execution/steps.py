@@ -16,11 +16,12 @@ from tfpar._compat.tf_divided_memory import lasting_pieces
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.peers import LocalPart, Peers
-from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
+from tfpar.pipeline.execution.replicas import StepContext, named
 from tfpar.pipeline.execution.state_changes import added_changes, values_after
 from tfpar.pipeline.execution.step_compiler import CompiledStep, StepCompiler
 from tfpar.pipeline.execution.step_loss import StepLoss
 from tfpar.pipeline.execution.step_results import add_penalties, add_to_metrics, assign_states, update_loss_trackers
+from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
@@ -159,29 +160,31 @@ class PipelineSteps:
             inputs: The inputs of the model, for a global batch or for the local batch of this worker.
             part: As for `train_step`.
         """
-        programs, executions = self._forward_passes(inputs, part)
+        compiled, executions = self._forward_passes(inputs, part)
         for execution in executions:
             execution.run(segments(self._forward_actions()))
         changes = added_changes([execution.variables.changes() for execution in executions])
         assign_states(values_after(changes), [end for execution in executions for end in execution.ends])
-        parts = [[one.tensor for one in part] for execution in executions for part in execution.outputs()]
+        collected = [outputs for execution in executions for outputs in execution.outputs()]
+        tensors = [[output.tensor for output in outputs] for outputs in collected]
         with tf.device(self._last_device):
-            whole = [data.join_batches(list(ones)) for ones in zip(*parts, strict=True)]
+            whole = [data.join_batches(list(of_output)) for of_output in zip(*tensors, strict=True)]
         if self._peers is not None:
             whole = self._peers.all_gather(whole, self._last_device)
         with tf.device(self._last_device):
-            specs = [programs[0].specs[value] for value in programs[0].outputs]
-            outputs = [spec.received(one, None) for spec, one in zip(specs, whole, strict=True)]
-        return self._staged.packed_outputs(outputs)
+            specs = [compiled.specs[value] for value in compiled.outputs]
+            received = [spec.received(tensor, None) for spec, tensor in zip(specs, whole, strict=True)]
+        return self._staged.packed_outputs(received)
 
-    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[list[CompiledStages], list[Execution]]:
-        """Return the programs of each replica for a prediction, and their execution."""
+    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[CompiledStages, list[Execution]]:
+        """Return the stages of the first replica for a prediction, and the execution of each replica."""
         with tf_function.outside_of_functions():
-            programs = self.compiler.stages_of_replicas(inputs, training=False)
-        microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
-        return programs, [
-            Execution(of_one, of_replica, one, first_microbatch=first)
-            for of_one, of_replica, first in zip(programs, microbatches, self._first_microbatches, strict=True)
+            stages = self.compiler.stages_of_replicas(inputs, training=False)
+        microbatches, scale = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
+        replicas = zip(stages, microbatches, self._first_microbatches, strict=True)
+        return stages[0], [
+            Execution(compiled, StepVariables(compiled.stages), of_replica, scale, first_microbatch=first)
+            for compiled, of_replica, first in replicas
         ]
 
     def run_again(self, batch: Any, part: LocalPart | None, kind: str) -> None:
@@ -218,9 +221,9 @@ class PipelineSteps:
         context.run(schedule.of_one_replica.in_order(), loops=False)
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
         moments = {}
-        for number, replica in enumerate(context.replicas):
+        for number, execution in enumerate(context.executions):
             first = number * schedule.microbatches_per_replica
-            for (kind, stage, microbatch), begin, end in replica.execution.moments:
+            for (kind, stage, microbatch), begin, end in execution.moments:
                 moments[Action(kind, stage, first + microbatch)] = [begin, end]
         return tf.stack([tf.stack(moments[action]) for action in schedule.in_order()]), sums
 
@@ -257,38 +260,43 @@ class PipelineSteps:
     ) -> StepContext:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
         of_replicas, peers = self._cut(batch, part, training=training), None if timed or alone else self._peers
-        microbatches = of_replicas[0]
         batch = _plain(batch)
         with tf_function.outside_of_functions():
-            compiled, *others = self.compiler.compile_replicas(batch, training=training)
+            steps = self.compiler.compile_replicas(batch, training=training)
         divisors = tf.zeros([0], tf.float64)
-        if compiled.loss.num_divisors:
+        if steps[0].loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
-            local = compiled.loss.divisors(batch, data.num_rows(batch), call)
-            divisors = _over_workers(local, microbatches, peers)
-
-        num_added = sum(stage.num_losses for stage in compiled.stages.stages)
-
-        def factors(one: Microbatch) -> Sequence[tf.Tensor]:
-            weights = BatchWeights(one.example_weight, one.size, one.num_examples)
-            return self.compiler.losses.added_factors(training, weights, num_added)
-
+            local = steps[0].loss.divisors(batch, data.num_rows(batch), call)
+            divisors = _over_workers(local, of_replicas[0], peers)
         sums = None if timed else self._sums_in_call(batch, training)
-        sums = None if sums is None else _over_workers(sums, microbatches, peers)
+        sums = None if sums is None else _over_workers(sums, of_replicas[0], peers)
+        factors = self._added_factors(steps[0], training)
 
-        def begin(replica: int, one: CompiledStep, first_microbatch: int) -> ReplicaContext:
+        def begin(replica: int, step: CompiledStep, first_microbatch: int) -> tuple[Execution, StepLoss]:
             with named(replica):
+                variables = StepVariables(step.stages.stages, step.loss.layer_states, step.loss.parameters)
                 adds = replica > 0 or self._peers is not None
-                loss = StepLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
+                loss = StepLoss(step, variables, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
                 execution = Execution(
-                    one.stages, of_replicas[replica], scale, factors, loss, loss.variables, sums,
+                    step.stages, variables, of_replicas[replica], scale, factors, loss, sums,
                     first_microbatch=first_microbatch, timed=timed,
                 )  # fmt: skip
-            return ReplicaContext(execution, loss)
+            return execution, loss
 
-        replicas = list(map(begin, itertools.count(), [compiled, *others], self._first_microbatches))
+        pairs = list(map(begin, itertools.count(), steps, self._first_microbatches))
+        executions, losses = [execution for execution, _ in pairs], [loss for _, loss in pairs]
         reads_inputs = self.compiler.losses.verdict(training).reads_inputs
-        return StepContext(replicas, peers, reads_inputs=reads_inputs)
+        return StepContext(executions, losses, peers, reads_inputs=reads_inputs)
+
+    def _added_factors(self, step: CompiledStep, training: bool) -> Callable[[Microbatch], Sequence[tf.Tensor]]:
+        """Return a function that gives the weight of each added loss of a micro-batch in the loss of the batch."""
+        num_added = sum(stage.num_losses for stage in step.stages.stages)
+
+        def factors(microbatch: Microbatch) -> Sequence[tf.Tensor]:
+            weights = BatchWeights(microbatch.example_weight, microbatch.size, microbatch.num_examples)
+            return self.compiler.losses.added_factors(training, weights, num_added)
+
+        return factors
 
     def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
         """Return the sums and weights of the whole batch that losses computed by layers need.
