@@ -79,9 +79,9 @@ class Execution:
         sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
         # Each device has its own, or a loop would send them in every iteration.
         of_stages = zip(tf.split(sums, sizes), self.devices, strict=True)
-        self._sums_in_call = [MaskedTensor(one).on(device).tensor for one, device in of_stages]
+        self._sums_in_call = [MaskedTensor(of_stage).on(device).tensor for of_stage, device in of_stages]
         self._scales = [MaskedTensor(scale).on(device).tensor for device in self.devices]
-        self._producers = {value: i for i, one in enumerate(self.stages) for value in one.stage.computed}
+        self._producers = {value: i for i, stage in enumerate(self.stages) for value in stage.stage.computed}
         self._last_uses = self._find_last_uses()
         self._rows = [
             RowSums(self.live, stage, compiled.trace.backward.sums, compiled.kinds, compiled.device)
@@ -158,9 +158,9 @@ class Execution:
         Those of a prediction have no masks, and no rows of a repeated example.
         """
         outputs = [self._specs[value] for value in self._outputs]
-        specs = [(one.whole, None if self._loss is None else one.mask) for one in outputs]
-        found = self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
-        return [[MaskedTensor(*pair) for pair in of_microbatch] for of_microbatch in found]
+        specs = [(spec.whole, None if self._loss is None else spec.mask) for spec in outputs]
+        collected = self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
+        return [[MaskedTensor(*pair) for pair in of_microbatch] for of_microbatch in collected]
 
     def receive(self, number: int, gradients: Sequence[Any]) -> None:
         """Hold the gradient of each output of a micro-batch for the backward pass of the last stage.
@@ -188,11 +188,11 @@ class Execution:
 
         A stage without a backward pass has none.
         """
-        found = []
+        sums = []
         for stage, compiled in enumerate(self.stages):
             totals = self.live.take(Key("totals", stage))
-            found.append([] if totals is None else compiled.sums(totals, self._rows[stage].total()))
-        return found
+            sums.append([] if totals is None else compiled.sums(totals, self._rows[stage].total()))
+        return sums
 
     @property
     def losses(self) -> list[tf.Tensor]:
@@ -224,9 +224,9 @@ class Execution:
     def value(self, value: Value, number: int, device: str) -> MaskedTensor:
         """Return a value of a micro-batch on a device; it was sent there once, as soon as it was computed."""
         if value not in self._producers:
-            given = self.microbatch(number, device).values[value, device]
+            entry = self.microbatch(number, device).values[value, device]
             with tf.device(device):
-                return MaskedTensor(tf.nest.map_structure(tf.identity, given, expand_composites=True))
+                return MaskedTensor(tf.nest.map_structure(tf.identity, entry, expand_composites=True))
         return MaskedTensor(*self.live[Key("value", (value, device), number)])
 
     def _upstream(self, stage: int, number: int) -> list[Any]:
@@ -235,12 +235,12 @@ class Execution:
         if stage == len(self.devices) - 1:
             of_loss = self.live.take_saved(_loss_gradients(number), self._loss_places, [])
             pairs = list(zip(self._outputs, of_loss, strict=False))
-            found = [[gradient for output, gradient in pairs if output is value] for value in outputs]
+            per_output = [[gradient for output, gradient in pairs if output is value] for value in outputs]
         else:
             sources = range(len(self.devices) - 1, -1, -1)
             keys = [[Key("gradient", (value, source), number) for source in sources] for value in outputs]
-            found = [[self.live.take(key) for key in of_value] for of_value in keys]
-        return [sum_on(self._groups[device], gradients) for gradients in found]
+            per_output = [[self.live.take(key) for key in of_value] for of_value in keys]
+        return [sum_on(self._groups[device], gradients) for gradients in per_output]
 
     def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int, number: int) -> None:
         """Send gradients of values to the devices that computed the values."""
@@ -271,14 +271,15 @@ class Execution:
 
     def _forward(self, stage: int, number: int, values: list[MaskedTensor]) -> list[tf.Tensor]:
         compiled, device, scale = self.stages[stage], self.devices[stage], self._scales[stage]
-        one = self.microbatch(number, device)
-        factors, weights = self._factors(stage, one), self._weights_of(stage)
+        microbatch = self.microbatch(number, device)
+        factors, weights = self._factors(stage, microbatch), self._weights_of(stage)
         scales = scale * (tf.stack(factors) if factors else tf.zeros([0], scale.dtype))
-        place = Place(self.number(number, device), one.part, self._sums_in_call[stage])
-        done = compiled.forward(weights, self.variables.states(stage, number), values, place, scales, one.rows)
+        place = Place(self.number(number, device), microbatch.part, self._sums_in_call[stage])
+        states = self.variables.states(stage, number)
+        done = compiled.forward(weights, states, values, place, scales, microbatch.rows)
         ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][: compiled.num_ends]
         self._publish(compiled.stage, done.outputs, done.masks, number)
-        self.variables.note(stage, number, done.new_states, one)
+        self.variables.note(stage, number, done.new_states, microbatch)
         if done.saved and compiled.trains:
             self.live.save(Key("saved", stage, number), done.saved, compiled.saved_places[0])
         for factor, loss in zip(factors, done.losses, strict=False):

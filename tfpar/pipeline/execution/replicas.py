@@ -134,7 +134,7 @@ class StepContext:
         for execution in self.executions:
             for stage, reads in execution.variables.last_reads.items():
                 sums = tf.nest.flatten(gradients[stage + 2 : stage + 3], expand_composites=True)
-                with tf.control_dependencies([one for one in sums if one is not None]):
+                with tf.control_dependencies([total for total in sums if total is not None]):
                     tf_graph.run_before(tf.no_op(), reads)
 
     def _joined(self, user: CompiledStage | MicrobatchLoss, replicas: Sequence[Sequence[Any]]) -> list[Any]:

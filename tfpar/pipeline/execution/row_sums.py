@@ -47,14 +47,15 @@ class RowSums:
         """Return for each parameter a tuple with the rows of each lookup, or None; hold them no longer."""
         flat = self._live.dequeue_all(Key("rows", self._owner), self._device)
         with tf.device(self._device):
-            found = {}
+            rows = {}
             for index, (place, _) in enumerate(self._lookups(self._like, equal=False)):
-                parts = [numbered(RowSlices(*one[2 * index : 2 * index + 2]), self._kind(place)) for one in flat]
-                found[place] = RowSlices(*(tf.concat(some, 0) for some in zip(*parts, strict=True)))
+                slices = [RowSlices(*tensors[2 * index : 2 * index + 2]) for tensors in flat]
+                parts = [numbered(of_microbatch, self._kind(place)) for of_microbatch in slices]
+                rows[place] = RowSlices(*(tf.concat(some, 0) for some in zip(*parts, strict=True)))
         for place, _ in self._lookups(self._like, equal=True):
-            found[place] = self._live.take(Key("equal rows", (self._owner, place)))
+            rows[place] = self._live.take(Key("equal rows", (self._owner, place)))
         return [
-            tuple(found[parameter, lookup] for lookup in range(len(gradient))) if isinstance(gradient, tuple) else None
+            tuple(rows[parameter, lookup] for lookup in range(len(gradient))) if isinstance(gradient, tuple) else None
             for parameter, gradient in enumerate(self._like)
         ]
 
@@ -89,15 +90,15 @@ def added(replicas: Sequence[Sequence[Any]], kinds: Kinds, weights: Sequence[ker
         kinds: The kind of each lookup of each weight.
         weights: The weights.
     """
-    found = []
-    for gradients, of_one, weight in zip(zip(*replicas, strict=True), kinds, weights, strict=True):
+    sums = []
+    for gradients, of_weight, weight in zip(zip(*replicas, strict=True), kinds, weights, strict=True):
         with tf.device(weight.value.device):
             if isinstance(gradients[0], tuple):
-                lookups = zip(zip(*gradients, strict=True), of_one, strict=True)
-                found.append(tuple(_added_rows(rows, kind) for rows, kind in lookups))
+                lookups = zip(zip(*gradients, strict=True), of_weight, strict=True)
+                sums.append(tuple(_added_rows(rows, kind) for rows, kind in lookups))
             else:
-                found.append(sum_of(gradients))
-    return found
+                sums.append(sum_of(gradients))
+    return sums
 
 
 def added_over_workers(
@@ -114,10 +115,10 @@ def added_over_workers(
     dense = [None if isinstance(gradient, tuple) else gradient for gradient in gradients]
     sums = peers.add_gradients(dense, weights)
     return [
-        tuple(_rows_of_workers(*one, weight, peers) for one in zip(gradient, of_one, strict=True))
+        tuple(_rows_of_workers(*lookup, weight, peers) for lookup in zip(gradient, of_weight, strict=True))
         if isinstance(gradient, tuple)
         else total
-        for gradient, total, of_one, weight in zip(gradients, sums, kinds, weights, strict=True)
+        for gradient, total, of_weight, weight in zip(gradients, sums, kinds, weights, strict=True)
     ]
 
 
@@ -142,11 +143,11 @@ def joined(
     gradients: Sequence[Any], kinds: Sequence[Sequence[indexed_slices.Kind | None]], weights: Sequence[keras.Variable]
 ) -> list[Any]:
     """Return summed gradients of weights as tensors, slices or None, as one device has them, on their devices."""
-    found = []
-    for gradient, of_one, weight in zip(gradients, kinds, weights, strict=True):
+    whole = []
+    for gradient, of_weight, weight in zip(gradients, kinds, weights, strict=True):
         with tf.device(weight.value.device):
-            found.append(join_rows(gradient, of_one, weight.shape) if of_one else gradient)
-    return found
+            whole.append(join_rows(gradient, of_weight, weight.shape) if of_weight else gradient)
+    return whole
 
 
 def join_rows(

@@ -96,7 +96,7 @@ class StepCompiler:
         key = self._key(specs, training)
         if key not in self._compiled:
             compiled = self._compile(specs, training=training)
-            self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
+            self._compiled = {other: steps for other, steps in self._compiled.items() if other[0] != training}
             self._compiled[key] = compiled
         return self._compiled[key]
 

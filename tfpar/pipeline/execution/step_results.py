@@ -82,5 +82,5 @@ def update_loss_trackers(
     tracker = keras_metrics.loss_tracker(model)
     with tf.device(tracker.variables[0].value.device):
         tracker.update_state(loss, sample_weight=num_examples)
-        for one, value in zip(keras_metrics.trackers_of_losses(model), of_outputs, strict=True):
-            one.update_state(value, sample_weight=fixed_size)
+        for of_output, value in zip(keras_metrics.trackers_of_losses(model), of_outputs, strict=True):
+            of_output.update_state(value, sample_weight=fixed_size)

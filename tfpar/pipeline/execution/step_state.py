@@ -119,14 +119,14 @@ class StepVariables:
 
     def _values(self, variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[tf.Tensor]:
         """Return the values of variables before the step, each on a device."""
-        found = []
+        values = []
         for variable, device in zip(variables, devices, strict=True):
             if id(variable) not in self._read:
                 with tf.control_dependencies(None), tf.device(variable.value.device):
                     self._read[id(variable)] = variable.value.read_value()
             with tf.device(device):
-                found.append(tf.identity(self._read[id(variable)]))
-        return found
+                values.append(tf.identity(self._read[id(variable)]))
+        return values
 
     def _now(self, states: Sequence[Any], before: Sequence[tf.Tensor], number: int, device: str) -> list[tf.Tensor]:
         """Return the values of states in a micro-batch, as an earlier stage changed them."""
@@ -147,11 +147,11 @@ class StepVariables:
         changed[LOSS] = self._loss_states
         last = {id(state): owner for owner, states in changed.items() for state in states}
         counting = {key for stage in self._stages for key in stage.metric_states}
-        found: dict[Owner, StateChanges] = {}
+        changes: dict[Owner, StateChanges] = {}
         for owner, states in changed.items():
             owned = [state for state in states if last[id(state)] == owner]
             if owned:
                 device = self._loss_device if isinstance(owner, str) else self._stages[owner].device
                 before = [self._read[id(state)] for state in owned]
-                found[owner] = StateChanges(owner, states, owned, before, counting, device)
-        return found
+                changes[owner] = StateChanges(owner, states, owned, before, counting, device)
+        return changes

@@ -73,13 +73,13 @@ class PipelineSteps:
     @functools.cached_property
     def _takers(self) -> list[list[tuple[Value, str]]]:
         """The inputs of the graph, each with the devices that take it, for each replica."""
-        graph, found = self._staged.graph, list[list[tuple[Value, str]]]()
+        graph, takers = self._staged.graph, list[list[tuple[Value, str]]]()
         for devices in self._devices:
             stages = zip(self._staged.stages, devices, strict=True)
             pairs = [(value, device) for stage, device in stages for value in stage.inputs]
             pairs += [(value, devices[-1]) for value in keras.tree.flatten(graph.outputs)]
-            found.append(list(dict.fromkeys(pair for pair in pairs if pair[0] in graph.inputs)))
-        return found
+            takers.append(list(dict.fromkeys(pair for pair in pairs if pair[0] in graph.inputs)))
+        return takers
 
     @property
     def _devices(self) -> list[Sequence[str]]:
@@ -114,7 +114,7 @@ class PipelineSteps:
         part = None if num_counted is None else LocalPart(num_counted, num_counted)
         whole = Microbatches((inputs, *others), self._schedule.num_microbatches, part=part)
         numbers = [range(first, first + self._schedule.microbatches_per_replica) for first in self._first_microbatches]
-        return [whole.share(*one, others) for one in zip(numbers, of_replicas, strict=True)]
+        return [whole.share(*of_replica, others) for of_replica in zip(numbers, of_replicas, strict=True)]
 
     def train_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss of the global batch, a scalar.
@@ -132,7 +132,7 @@ class PipelineSteps:
         # Updates come after all operations that read weights.
         with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
-            weights = [one for weight in self._model.trainable_variables for one in lasting_pieces(weight)]
+            weights = [shard for weight in self._model.trainable_variables for shard in lasting_pieces(weight)]
             if weights:  # without any gradient, the optimizer raises
                 self._apply([after.get(id(weight)) for weight in weights], weights)
         return loss
@@ -234,14 +234,14 @@ class PipelineSteps:
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
         plain = _plain(batch)
-        found = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
+        microbatches = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
         if isinstance(batch, StagedBatch):
             rows = zip(batch.shares, self._takers, self._devices, strict=True)
-            return [found.reading(share, takers, devices[-1]) for share, takers, devices in rows]
+            return [microbatches.reading(share, takers, devices[-1]) for share, takers, devices in rows]
         with tf.device(HOST):
             values = self._staged.flat_inputs(plain[0])
         whole = (Share(None, [values[value] for value, _ in takers], None) for takers in self._takers)
-        return [found.reading(share, takers, None) for share, takers in zip(whole, self._takers, strict=True)]
+        return [microbatches.reading(share, takers, None) for share, takers in zip(whole, self._takers, strict=True)]
 
     def _loss_scale(self) -> tf.Tensor:
         with tf.device(self._last_device):
@@ -303,13 +303,13 @@ class PipelineSteps:
 
         TensorFlow prunes all operations of the model that they do not depend on.
         """
-        ways, found = self.compiler.losses.ways(training), list[tf.Tensor]()
+        ways, sums = self.compiler.losses.ways(training), list[tf.Tensor]()
         if not needs_pass(ways):
             return None
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with keras.StatelessScope(), counting(ways, found):
+        with keras.StatelessScope(), counting(ways, sums):
             self._staged.call(inputs, training)
-        return tf.stack(found)
+        return tf.stack(sums)
 
     def _finish(self, batch: Any, context: StepContext, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; assign new states and update the tracked losses."""

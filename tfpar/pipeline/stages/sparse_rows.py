@@ -1,4 +1,4 @@
-"""The traced gradient of a weight whose rows are looked up: the rows of each lookup."""
+"""Sparse gradients of weights in a trace: the gradient rows of each lookup, as of an embedding."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def by_lookups(gradients: Sequence[Any], weights: Sequence[Any], sources: Source
         sources: What the tensors of their graph depend on.
     """
     kinds = [indexed_slices.kinds_of(gradient, sources) for gradient in gradients]
-    found = tuple(by_lookup(*one) for one in zip(gradients, weights, kinds, strict=True))
-    pairs = zip(found, kinds, strict=True)
-    return found, tuple(tuple(of_one) if isinstance(gradient, tuple) else () for gradient, of_one in pairs)
+    rows = tuple(by_lookup(*arguments) for arguments in zip(gradients, weights, kinds, strict=True))
+    pairs = zip(rows, kinds, strict=True)
+    return rows, tuple(tuple(of_weight) if isinstance(weight_rows, tuple) else () for weight_rows, of_weight in pairs)
