@@ -208,18 +208,19 @@ class StageCompiler:
             stage, inputs, variables, devices, divided, self._scores, training, self._accumulates, unused_outputs, ways
         )
         key = tracer.key
-        if key in equal:
-            trace, compiled = equal[key]
-        else:
+        known = equal.get(key)
+        if known is None:
             tracer, trace = self._trace(tracer)
+        else:
+            trace, compiled = known
         refuse_python(trace.graph, devices, _name(stage))
-        variables, reordered = tracer.variables, trace
+        variables, in_order = tracer.variables, trace
         if self._shards_weights:
-            variables, reordered = with_untrained_weights(variables, trace)
-        if key not in equal:
-            compiled = self._split(tracer, variables, reordered)
-        if trace.serves_equal_stages:
-            equal[tracer.key] = trace, compiled
+            variables, in_order = with_untrained_weights(variables, trace)
+        if known is None:
+            compiled = self._split(tracer, variables, in_order)
+            if trace.serves_equal_stages:
+                equal[key] = trace, compiled
         own_states = frozenset(map(id, metric_states))
         return dataclasses.replace(compiled.on(devices), stage=stage, variables=variables, metric_states=own_states)
 
@@ -236,7 +237,7 @@ class StageCompiler:
         if unseen:  # a Lambda may read the weight of a layer that is not its own
             known = [*tracer.variables.parameters, *tracer.variables.states]
             tracer = dataclasses.replace(tracer, variables=_by_role([*known, *unseen], tracer.training))
-            trace = tracer.trace()
+            trace = dataclasses.replace(tracer.trace(), serves_equal_stages=False)
         return tracer, trace
 
     def _split(self, tracer: StageTracer, variables: StageVariables, trace: StageTrace) -> CompiledStage:
