@@ -37,7 +37,6 @@ from benchmarks.scaling import layouts, parts
 from benchmarks.shards import SHARDS
 from benchmarks.tensor_parallel import TENSOR_PARALLEL
 from benchmarks.vocabulary_loss import VOCABULARY_LOSS
-from benchmarks.wide_features import WIDE_FEATURES
 from tfpar.files import atomic_file
 
 ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each setting has its turn.", 1)
@@ -67,7 +66,6 @@ ALL = {
         SHARDS,
         TENSOR_PARALLEL,
         VOCABULARY_LOSS,
-        WIDE_FEATURES,
         PARITY_TABLE,
     )
 }

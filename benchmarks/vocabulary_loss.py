@@ -21,12 +21,10 @@ class LastLayer:
     Args:
         gathers: Whether Keras' loss and metric read the gathered scores, as without tfpar's.
         counts_accuracy: Whether the accuracy is counted.
-        in_stages: Whether the shards are those of a pipeline of one stage.
     """
 
     gathers: bool
     counts_accuracy: bool
-    in_stages: bool = False
 
 
 def measure(setting: LastLayer) -> Output:
@@ -42,18 +40,11 @@ def measure(setting: LastLayer) -> Output:
 
 
 def _name(setting: LastLayer) -> str:
-    accuracy, stages = ", accuracy" * setting.counts_accuracy, ", stages" * setting.in_stages
-    return f"{'gathered' if setting.gathers else 'in pieces'}{accuracy}{stages}"
+    return f"{'gathered' if setting.gathers else 'in pieces'}{', accuracy' * setting.counts_accuracy}"
 
 
 _SETTINGS = {
-    _name(one): one
-    for one in (
-        LastLayer(gathers, counts, stages)
-        for stages in (False, True)
-        for counts in (True, False)
-        for gathers in (True, False)
-    )
+    _name(one): one for one in (LastLayer(gathers, counts) for counts in (True, False) for gathers in (True, False))
 }
 
 VOCABULARY_LOSS = Experiment(
@@ -67,16 +58,6 @@ VOCABULARY_LOSS = Experiment(
             "gathered / in pieces, with accuracy", ratio("gathered, accuracy", "in pieces, accuracy", "peak_bytes"), 3.0
         ),
         Finding("gathered / in pieces, loss alone", ratio("gathered", "in pieces", "peak_bytes"), 3.0),
-        Finding(
-            "stages of shards: gathered / in pieces, with accuracy",
-            ratio("gathered, accuracy, stages", "in pieces, accuracy, stages", "peak_bytes"),
-            3.0,
-        ),
-        Finding(
-            "stages of shards: gathered / in pieces, loss alone",
-            ratio("gathered, stages", "in pieces, stages", "peak_bytes"),
-            3.0,
-        ),
         Finding(
             "in pieces, with accuracy: peak / bytes of all scores",
             ratio("in pieces, accuracy", "in pieces, accuracy", "peak_bytes", "scores_bytes"),

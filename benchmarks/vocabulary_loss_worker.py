@@ -22,7 +22,7 @@ from tfpar.reduction import gathered_classes
 NUM_CLASSES, WIDTH, CONTEXT, BATCH = 50_000, 16, 256, 16
 
 
-def run(gathers: bool, counts_accuracy: bool, in_stages: bool) -> dict[str, float]:
+def run(gathers: bool, counts_accuracy: bool) -> dict[str, float]:
     """Train a step of one position, then the measured one; return the figures of `vocabulary_loss.measure`.
 
     The first step traces the same function, and creates what stays. Its scores take few bytes: the measured step would
@@ -53,8 +53,7 @@ def run(gathers: bool, counts_accuracy: bool, in_stages: bool) -> dict[str, floa
             before.append(process_memory.resident_bytes())
 
     specs = tf.TensorSpec([None, None, WIDTH], tf.float32), tf.TensorSpec([None, None], tf.int64)
-    strategy = tfpar.Pipeline(1, 1, num_shards=2) if in_stages else tfpar.TensorParallel(2)
-    trainer = tfpar.Trainer(build, strategy, seed=0)
+    trainer = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0)
     trainer.fit(
         tf.data.Dataset.from_generator(batches, output_signature=specs),
         callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=note)],

@@ -84,7 +84,7 @@ class Tabular(tfpar.Trainer):
         if self.preprocessing is None:
             super().save(path)
             return
-        with self.strategy.whole_state(self.model, Path(path).absolute().parent):
+        with self.strategy.engine.whole_state(self.model, Path(path).absolute().parent):
             if self.strategy.is_chief:
                 with tempfile.TemporaryDirectory() as folder, tf.device("CPU:0"):
                     trained_path = Path(folder, "trained.keras")

@@ -93,12 +93,11 @@ def test_a_kind_of_a_grid_has_the_settings_that_are_arguments_of_the_grid_and_of
         ),
         (
             config.TensorParallel(num_shards=2, num_replicas=2),
-            "Hybrid of 2 replicas of TensorParallel of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3)",
+            "Hybrid of 2 replicas of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3)",
         ),
         (
             config.TensorParallel(num_shards=2, num_replicas=2, shard="optimizer"),
-            "Hybrid of 2 replicas of TensorParallel of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), optimizer state "
-            "sharded",
+            "Hybrid of 2 replicas of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), optimizer state sharded",
         ),
     ],
 )

@@ -1,10 +1,9 @@
-"""Divided models on GPUs, by state, weights, layers, stages and features: they equal one device, and hold a share."""
+"""Divided models on GPUs, by state, weights, layers and stages: they equal one device, and hold a share."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +13,6 @@ import tensorflow as tf
 import tfpar
 from tests.gpu.test_gpu_parity import check, reference
 from tests.properties.test_parity import CASES, computing_in
-from tests.strategies import test_wide_inputs as wide_inputs
 from tests.support import small
 from tests.support.pipeline_cases import deepened
 
@@ -85,19 +83,6 @@ def test_predictions_equal_those_of_keras_in_their_order(gpus: list[str], divisi
     inputs = np.random.default_rng(0).normal(size=(41, 5)).astype("float32")
     expected = small.initial_model().predict(inputs, batch_size=8, verbose=0)
     np.testing.assert_allclose(trainer.predict(inputs, batch_size=8, verbose=0), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [{}, {"sparse": True}, {"others": True}], ids=["dense", "sparse", "two inputs"])
-def test_wide_features_equal_one_device(gpus: list[str], kind: dict[str, bool]) -> None:
-    def trained(strategy: tfpar.Strategy) -> Any:
-        return wide_inputs.trained(lambda: wide_inputs.wide(**kind), wide_inputs.batches(**kind), strategy)
-
-    with computing_in("float64"):
-        expected = trained(tfpar.SingleDevice("CPU:0"))
-        found = trained(tfpar.TensorParallel(len(gpus[:3]), devices=gpus[:3]))
-    keras.tree.map_structure(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12), found[1:], expected[1:]
-    )
 
 
 # Two weights of 16 MiB, each with 32 MiB of Adam's state: 96 MiB on one device.

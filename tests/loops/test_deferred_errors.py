@@ -44,7 +44,7 @@ class Fails(keras.callbacks.Callback):
 @pytest.mark.parametrize("is_reachable", [True, False])
 def test_an_error_is_held_until_the_vote_and_ends_the_hooks(is_reachable: bool) -> None:
     failing, strategy = Fails(), tfpar.SingleDevice("CPU:0")
-    strategy.job = TwoWorkers(is_reachable)
+    strategy.engine.job = TwoWorkers(is_reachable)
     callbacks = DeferringCallbacks(keras.callbacks.CallbackList([failing]), strategy)
     callbacks.on_epoch_begin(0)
     callbacks.on_train_batch_begin(0)

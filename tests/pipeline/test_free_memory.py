@@ -29,7 +29,8 @@ def cut(free_bytes: int | None, monkeypatch: pytest.MonkeyPatch, **settings: int
     strategy = tfpar.Pipeline(2, 2, balance="parameters", **settings)
     trainer = tfpar.Trainer(wide_middle, strategy, seed=0)
     trainer.build(parity_cases.batches(8, 8))
-    partition, memory = strategy._planner.partition_of(trainer.model), strategy._planner.memory_of(trainer.model)
+    planner = strategy.engine._planner
+    partition, memory = planner.partition_of(trainer.model), planner.memory_of(trainer.model)
     return [len(stage.calls) for stage in partition.stages], max(partition.device_bytes(memory, 2))
 
 

@@ -14,7 +14,7 @@ import tfpar
 from tests.support import placement_cases, small
 from tests.support.extent import sampled
 from tfpar import host_sizes
-from tfpar.pipeline.execution.divided_calls import on_devices, requested_device
+from tfpar.pipeline.stages.shards import on_devices, requested_device
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -9,6 +9,7 @@ import pytest
 import tfpar
 from tests.support import placement_cases
 from tests.support.device_placement import Placed, Transfer
+from tfpar.strategies.single_device import OneDevice
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 NAMES = list(placement_cases.STRATEGIES)
@@ -168,6 +169,6 @@ def test_each_batch_enters_each_gpu_ahead_of_its_step(strategy: str, model: str)
 
 def test_a_single_device_without_a_name_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is around its steps runs on the host."""
-    monkeypatch.setattr(tfpar.SingleDevice, "device_names", ["CPU:1"])  # in place of GPU:0
+    monkeypatch.setattr(OneDevice, "device_names", ["CPU:1"])  # in place of GPU:0
     reading = placement_cases.read(tfpar.SingleDevice(), "cnn").reading
     assert {one.device for one in reading.operations if one.kind in ("Conv2D", "MatMul")} == {"GPU:0"}

@@ -64,7 +64,7 @@ def test_a_layout_that_runs_out_of_memory_is_named(logical_cpus: list[str]) -> N
     original = StepFunctions.loop
 
     def loop(functions: StepFunctions, kind: str, distributed: Any) -> Any:
-        if len(functions._strategy.device_names) > 1:
+        if len(functions._engine.device_names) > 1:
             raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[8,4]")
         return original(functions, kind, distributed)
 

@@ -48,7 +48,7 @@ def num_operations(schedule: str, num_microbatches: int) -> int:
     features = np.arange(192, dtype="int32").reshape(64, 3) % 7
     batch = trainer.build(tf.data.Dataset.from_tensor_slices((features, features[:, 0] % 2)).batch(64))
     trainer.fit(features, features[:, 0] % 2, batch_size=64, verbose=0)
-    step = tf.function(lambda: strategy.train_step(trainer.model, batch), autograph=False)
+    step = tf.function(lambda: strategy.engine.train_step(trainer.model, batch), autograph=False)
     graph = step.get_concrete_function().graph.as_graph_def()
     return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
 
@@ -207,8 +207,8 @@ def operations_of_step(strategy: tfpar.Strategy) -> list[tf.Operation]:
     images = tf.data.Dataset.from_tensor_slices(pairs).batch(8)
     trainer = tfpar.Trainer(build_cnn, strategy, seed=0)
     trainer.fit(images, verbose=0)
-    step = tf.function(lambda *batch: strategy.train_step(trainer.model, batch), autograph=False)
-    without_digest = strategy.distribute(images).dataset.element_spec[:-1]
+    step = tf.function(lambda *batch: strategy.engine.train_step(trainer.model, batch), autograph=False)
+    without_digest = strategy.engine.distribute(images).dataset.element_spec[:-1]
     return step.get_concrete_function(*without_digest).graph.get_operations()  # type: ignore[no-any-return]
 
 
@@ -255,7 +255,7 @@ def graph_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any
     def read(**chosen: bool) -> Any:
         monkeypatch.setattr(here, "_optimizer_experimental_options", chosen)
         here.function_call_options = None  # read again, as after tf.config.optimizer.set_experimental_options
-        with tfpar.Pipeline(1, 1).step_context():
+        with tfpar.Pipeline(1, 1).engine.step_context():
             serialized = here.function_call_options.config_proto_serialized
         return tf.compat.v1.ConfigProto.FromString(serialized).graph_options.rewrite_options
 

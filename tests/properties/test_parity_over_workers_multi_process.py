@@ -145,8 +145,8 @@ def train(name: str, row: Row) -> Result:
     validation = {"validation_data": data} if case.validates else {}
     settings = {"epochs": case.epochs, "verbose": 0, "steps_per_call": case.steps_per_call, **case.fit, **validation}
     history = trainer.fit(data, **settings).history
-    with trainer.strategy.whole_state(trainer.model):
-        has_all = trainer.strategy.is_chief or not trainer.strategy.divides_state
+    with trainer.strategy.engine.whole_state(trainer.model):
+        has_all = trainer.strategy.is_chief or not trainer.strategy.engine.divides_state
         return history, cases.state(trainer.model) if has_all else trainer.model.get_weights()
 
 

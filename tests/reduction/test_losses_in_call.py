@@ -280,7 +280,7 @@ def test_micro_batches_need_the_totals_of_the_whole_batch_where_masks_or_weights
     ]:
         trainer = tfpar.Trainer(endpoint(name), pipeline(), seed=0)
         trainer.fit(of_a_pipeline().take(1), verbose=0)
-        (steps,) = [trainer.strategy._steps[trainer.model]]
+        (steps,) = [trainer.strategy.engine._steps[trainer.model]]
         assert steps.compiler.losses.ways(training=True) == (way,), name
 
 

@@ -50,8 +50,7 @@ ON_TWO = ["strategy.num_logical_cpus=4", 'strategy.devices=["CPU:1", "CPU:2"]']
         (
             "digits_tensor_parallel",
             ["strategy.num_logical_cpus=4", "strategy.num_replicas=2", "strategy.shard=optimizer"],
-            "Hybrid of 2 replicas of TensorParallel of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), optimizer "
-            "state sharded",
+            "Hybrid of 2 replicas of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), optimizer state sharded",
         ),
         ("digits_sharded_weights", ON_TWO, "Mirrored over 2 replicas on CPU:1, CPU:2, weights sharded"),
         ("digits_tensor_parallel", ON_TWO, "TensorParallel of 2 shards on CPU:1, CPU:2"),

@@ -118,7 +118,7 @@ def test_each_tensor_is_for_the_devices_that_take_it(strategy: str) -> None:
     made = STRATEGIES[strategy]()
     built = model_of(placement_cases.MODELS["cnn"], made, 0)
     epoch_iterator, _ = Preparation(built, made).prepare_loop(placement_cases.data("cnn"), None, "train")
-    batch, devices = made.step_batch(built, epoch_iterator.peek())
+    batch, devices = made.engine.step_batch(built, epoch_iterator.peek())
     leaves = tf.nest.flatten(batch)
     short = [device[-5:] for leaf, device in zip(leaves, devices, strict=True) if leaf is not None]
     if strategy == "single_device":

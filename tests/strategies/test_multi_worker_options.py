@@ -20,8 +20,7 @@ from tests.support.ports import free_addresses
 from tfpar import cluster
 from tfpar.cluster import tf_config
 from tfpar.strategies.job_roles import warn_of_other_launcher
-from tfpar.strategies.multi_worker import strategy as multi_worker
-from tfpar.strategies.multi_worker import worker
+from tfpar.strategies.multi_worker import worker, worker_replicas
 from tfpar.strategies.multi_worker.all_reduce_choice import choose
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -153,7 +152,7 @@ def test_gradients_travel_by_the_all_reduce_of_the_workers_gpus(
 ) -> None:
     made: list[Any] = []
 
-    class Group(multi_worker.Group):
+    class Group(worker_replicas.Group):
         def __init__(
             self, devices: Any, num_members: int, implementation: Any = "ring", *others: Any, **options: Any
         ) -> None:
@@ -161,9 +160,9 @@ def test_gradients_travel_by_the_all_reduce_of_the_workers_gpus(
             super().__init__(devices, num_members, implementation, *others, **options)
 
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    monkeypatch.setattr(multi_worker, "Group", Group)
+    monkeypatch.setattr(worker_replicas, "Group", Group)
     monkeypatch.setattr(worker, "Group", Group)
     monkeypatch.setattr(cluster, "card_numbers", lambda names: cards)
     strategy = tfpar.MultiWorker(["CPU:0", "CPU:1"])
     assert made == [(1, "ring"), (2, expected)], "messages between hosts go by a ring"
-    assert strategy._replicas.order == [0, 1], "known without NCCL, which these CPUs have not"
+    assert strategy.engine._replicas.order == [0, 1], "known without NCCL, which these CPUs have not"

@@ -200,23 +200,24 @@ class ReadsInLoss(keras.Model):
 
 
 def reading_in_loss() -> keras.Model:
-    model = pairs()
-    model = ReadsInLoss(model.inputs, model.outputs)
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(8, "tanh", name="first")(inputs)
+    model = ReadsInLoss(inputs, keras.layers.Dense(CLASSES, "softmax")(hidden))
     model.compile("adam", "sparse_categorical_crossentropy")
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (reading_elsewhere, "only its own layer can read a divided weight, received .* another layer reads '.*first"),
-        (with_lamb, "A pipeline with num_shards updates each piece of a weight on its own device.*received Lamb"),
-        (reading_in_loss, "only its own layer can read a divided weight"),
-    ],
-)
-def test_what_needs_whole_weights_is_refused_before_the_first_step(
-    build: Callable[[], keras.Model], message: str
-) -> None:
-    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters", num_shards=2), seed=0)
+@pytest.mark.parametrize("build", [reading_elsewhere, reading_in_loss])
+@pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(2, 2, num_shards=2)])
+def test_another_layer_and_a_loss_may_read_a_divided_weight(build: Callable[[], keras.Model], strategy: Any) -> None:
+    _, *expected = trained(build, of_features(), tfpar.SingleDevice())
+    trainer, *found = trained(build, of_features(), strategy())
+    assert_equal(found, expected, tolerance=1e-9)
+    assert "first/kernel" in divided(trainer.model)
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused_before_the_first_step() -> None:
+    trainer = tfpar.Trainer(with_lamb, tfpar.Pipeline(2, 2, balance="parameters", num_shards=2), seed=0)
+    message = "A pipeline with num_shards updates each piece of a weight on its own device.*received Lamb"
     with pytest.raises(ValueError, match=message):
         trainer.fit(*of_features(8), verbose=0)

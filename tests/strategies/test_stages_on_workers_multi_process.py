@@ -259,7 +259,7 @@ def train_with_state(name: str, shard: Shard) -> tuple[dict[str, list[float]], l
     history = trainer.fit(inputs, targets, callbacks=callbacks, **settings).history
     slots = [slot for slot in trainer.model.optimizer.variables if len(slot.shape)]
     held = sum(num_bytes(slot) for slot in slots if not is_elsewhere(slot))
-    with trainer.strategy.whole_state(trainer.model):
+    with trainer.strategy.engine.whole_state(trainer.model):
         arrays = state_of_shards(trainer.model) if workers.rank() == 0 else trainer.model.get_weights()
         return history, arrays, held / sum(map(num_bytes, slots))
 

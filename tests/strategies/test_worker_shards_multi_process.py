@@ -80,7 +80,7 @@ IN_CI = ("embedding, sparse gradients",)
 
 def whole_state(trainer: tfpar.Trainer) -> list[np.ndarray] | None:
     """Return all variables, those of the optimizer from all workers, on the chief."""
-    with trainer.strategy.whole_state(trainer.model):
+    with trainer.strategy.engine.whole_state(trainer.model):
         return small.state(trainer.model) if trainer.strategy.is_chief else None
 
 
@@ -231,7 +231,7 @@ def read_alone() -> list[str]:
         with pytest.raises(RuntimeError) as raised:
             attempt()
         errors.append(str(raised.value))
-    used_folder = trainer.strategy.whole_state(trainer.model, Path("/nowhere"))
+    used_folder = trainer.strategy.engine.whole_state(trainer.model, Path("/nowhere"))
     with pytest.raises((OSError, ValueError), match=r".") as missing, used_folder:
         pass
     return [*errors, str(missing.value)]

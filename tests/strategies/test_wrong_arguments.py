@@ -125,10 +125,9 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (lambda: tfpar.Hybrid(stages(num_shards=2), 2), {}, "a device for each of 2 replicas x 4 devices of the pipeline"),
     (shards, {"num_replicas": 0}, "num_replicas must be a whole number of at least 1, received 0"),
-    (shards, {"num_replicas": 3}, "num_shards=2 x num_replicas=3 needs 6 devices, and there are 4"),
-    (shards, {"devices": TWO}, "received num_shards=2 x num_replicas=2 and 2 devices"),
+    (shards, {"num_replicas": 3}, "a device for each of 3 replicas x 2 devices of the pipeline, 6 in all, received 4"),
+    (shards, {"devices": TWO}, "a device for each of 2 replicas x 2 devices of the pipeline, 4 in all, received 2"),
     (shards, {"shard": "weights"}, "shard must be 'optimizer' or None, received 'weights'"),
-    (shards, {"all_reduce": "ring"}, "all_reduce is an argument of Hybrid for pipelines"),
 ]
 
 

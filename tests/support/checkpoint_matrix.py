@@ -114,6 +114,6 @@ def end(strategy: tfpar.Strategy, folder: Path) -> Ended:
     trainer = tfpar.Trainer(build, strategy, seed=0)
     checkpoints = tfpar.Checkpoints(folder, every_seconds=1000)
     history = trainer.fit(data(), epochs=EPOCHS, verbose=0, checkpoints=checkpoints).history
-    with strategy.whole_state(trainer.model):
-        has_all = strategy.is_chief or not strategy.divides_state
+    with strategy.engine.whole_state(trainer.model):
+        has_all = strategy.is_chief or not strategy.engine.divides_state
         return history, cases.state(trainer.model) if has_all else trainer.model.get_weights()

@@ -274,9 +274,6 @@ ROWS = [
         "ops/resource_variable_ops",
         "the same",
     ),
-    _keras(
-        "a layer", "_get_regularization_losses", "layers/layer", "penalties of weights in pieces are sums of theirs"
-    ),
     _keras("a variable", "_export_to_saved_model_graph", "backend/tensorflow/core", "weights in pieces refuse it"),
     _keras("an optimizer", "_iterations", "optimizers/base_optimizer", "steps of accumulated gradients are counted"),
     _keras("several optimizers", "_optimizer_map", "optimizers/multi_optimizer", "the slots of a weight, its update"),

@@ -579,7 +579,7 @@ def of_unknown_rank() -> tf.data.Dataset:
     return rows_of(2, 2)().map(copied)
 
 
-PARTS = ("mirrored", "weights sharded", "replicas of shards", "pipeline", "one micro-batch")
+PARTS = ("mirrored", "weights sharded", "shards", "pipeline", "one micro-batch")
 STEPS_OF_TIME = batches(np.zeros((16, 3, 2)), np.zeros((16, 1)), batch=8)
 KEEPS = Refused(r"keeps a state .* 'tested' with stateful=True.* SingleDevice\(\)")
 DISTORTS = Refused(r"received 'tested'.* the distorted first one.* SingleDevice\(\)")
@@ -595,7 +595,7 @@ SIZES = {
     ),
     "distorted images": Case(
         distorting,
-        dict.fromkeys(("gathering", "replicas of shards", "one micro-batch"), DISTORTS),
+        dict.fromkeys(("gathering", "one micro-batch"), DISTORTS),
         batches(random.uniform(size=(8, 4, 4, 1)), np.zeros((8, 1)), batch=8),
         ("fit",),
     ),
@@ -731,12 +731,12 @@ def of_generator() -> Any:
     return layers.Lambda(lambda x: x + keras.random.normal(ops.shape(x), seed=generator), name="tested")
 
 
-WHOLE: dict[str, Verdict] = {"single device": EQUAL, "shards": EQUAL}
 CHANGED = Refused(
     r"keep its state in weights that Keras tracks.*received 'tested', which changes the variable 'count.*"
     r"add_weight\(trainable=False\).*SingleDevice"
 )
-UNTRACKED_PARTS = ("mirrored", "weights sharded", "one micro-batch", "pipeline")
+UNTRACKED_PARTS = ("mirrored", "weights sharded", "shards", "one micro-batch", "pipeline")
+WHOLE: dict[str, Verdict] = {"single device": EQUAL}
 KEPT = Refused("received 'tested', .* Keep the generator in an attribute of a layer")
 UNTRACKED = {
     "variable of Keras": Case(counting(variable_of_keras), dict.fromkeys(UNTRACKED_PARTS, CHANGED) | WHOLE),
@@ -770,11 +770,13 @@ def differing(inputs: Any, training: Any) -> Any:
     return 2 * inputs if training else inputs
 
 
-REPLICAS = ("mirrored", "optimizer sharded", "weights sharded", "replicas of shards")
+REPLICAS = ("mirrored", "optimizer sharded", "weights sharded")
 PIPELINES = ("one micro-batch", "pipeline", "stages of shards")
 OVERWRITES = r"inputs_scale' is its new value .* Train on SingleDevice\(\) or Tensor"
 OVERWRITTEN = {
-    "float8": Case(float8, dict.fromkeys((*REPLICAS, *PIPELINES), Refused(OVERWRITES)) | WHOLE, calls=("fit",)),
+    "float8": Case(
+        float8, dict.fromkeys((*REPLICAS, *PIPELINES), Refused(OVERWRITES)) | WHOLE | {"shards": EQUAL}, calls=("fit",)
+    ),
     "float8, evaluated": Case(
         float8,
         dict.fromkeys(REPLICAS, EQUAL) | dict.fromkeys(PIPELINES, Refused(OVERWRITES, "evaluate")),

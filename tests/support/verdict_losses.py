@@ -182,7 +182,7 @@ def overriding(function: Callable[[Any, Any], Any], build: Build, **compiled: An
 
 
 SCALAR = both(EQUAL)
-IN_STAGES = ("weights sharded", "stages of shards", "pipelines", "pipelines of shards", "replicas of shards")
+IN_STAGES = ("weights sharded", "stages of shards", "pipelines", "pipelines of shards")
 DIVIDING = {
     "mask": Case(of_words(masked), SCALAR | ALONE | dict.fromkeys(IN_STAGES, EQUAL), TAGGED),
     "mask in compute_loss": Case(overriding(masked, of_words("mse")), both(EQUAL) | ALONE, TAGGED),

@@ -52,7 +52,6 @@ ENGINES: dict[str, Callable[[], tfpar.Strategy]] = {
     "pipelines": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), 2),
     "pipelines of shards": lambda: tfpar.Hybrid(tfpar.Pipeline(1, 2, num_shards=2), 2),
     "shards": lambda: tfpar.TensorParallel(2),
-    "replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2),
 }
 
 

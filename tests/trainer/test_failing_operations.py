@@ -155,5 +155,5 @@ def test_fit_inside_of_a_tape_is_refused_and_runs_where_the_tape_stops(kind: str
             trainer.fit(tokens, labels, verbose=0)
         with tape.stop_recording():
             trainer.fit(tokens, labels, verbose=0)
-        if not trainer.strategy.cuts_model:
+        if not trainer.strategy.engine.cuts_model:
             trainer.predict(tokens, verbose=0)

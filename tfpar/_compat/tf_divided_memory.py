@@ -301,7 +301,7 @@ def as_pieces(variables: Sequence[Any], shard: int, others: Mapping[int, tf.Tens
             if isinstance(memory, DividedMemory):
                 variable._value, variable._shape = memory.pieces[shard], tuple(memory.pieces[shard].shape)
             elif others and id(variable) in others:
-                variable._value = others[id(variable)]
+                variable._value, variable._shape = others[id(variable)], tuple(others[id(variable)].shape)
         if scope is not None:
             scope.state_mapping.update({key: (others or {})[key] for key in scoped})
         yield

@@ -178,7 +178,7 @@ def _device(place: str) -> str:
 def _all_reduce(devices: Sequence[str]) -> dict[str, Any]:
     """Sum tensors of several sizes over all devices, with the all-reduce that `Mirrored` chooses."""
     at_stage("the set-up of the all-reduce")
-    home: Any = tfpar.Mirrored(list(devices)).home
+    home: Any = tfpar.Mirrored(list(devices)).engine.home
     algorithm = chosen_all_reduce("auto", devices, cluster.card_numbers(devices))
     return {"algorithm": algorithm, "sizes": [_summed(home, devices, num_bytes) for num_bytes in _SIZES_BYTES]}
 

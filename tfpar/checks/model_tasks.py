@@ -28,7 +28,7 @@ from tfpar.messages.received import quoted
 from tfpar.reduction import objective
 from tfpar.runs import run_data, user_trainer
 from tfpar.strategies import model_checks
-from tfpar.strategies.data_parallel import ENGINE_OF_REPLICAS
+from tfpar.strategies.replica_engine import ABILITIES
 from tfpar.strategies.single_device import forward_backward
 from tfpar.study.report import rows_of
 from tfpar.study.study import study
@@ -70,7 +70,7 @@ def _parts(model: keras.Model, batch: Any) -> tuple[bool, str]:
     tensors = tf.nest.map_structure(lambda value: None if value is None else tf.convert_to_tensor(value), batch)
     try:
         with full_precision():
-            verdict, _ = study(model, data.varied_first(tensors), "train", ENGINE_OF_REPLICAS)
+            verdict, _ = study(model, data.varied_first(tensors), "train", ABILITIES)
     except ValueError as error:
         return False, message_of(error)
     return True, "; ".join(f"{name}: {found}, {done}" for name, found, done in rows_of(model, verdict))

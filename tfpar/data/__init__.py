@@ -5,13 +5,13 @@ from tfpar.data.batch_digests import NUM_NUMBERS, batch_digest
 from tfpar.data.batching.arrays import from_arrays
 from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.batching.batches import (
-    check_same_inputs,
     class_weights,
     has_unknown_size,
     join_batches,
     join_outputs,
     map_batches,
     num_rows,
+    present_inputs,
     split_batch,
     take_rows,
     to_numpy,
@@ -43,7 +43,6 @@ __all__ = [
     "by_file",
     "cause_of",
     "check_ranks",
-    "check_same_inputs",
     "class_weights",
     "describe",
     "differing_rows",
@@ -60,6 +59,7 @@ __all__ = [
     "load",
     "map_batches",
     "num_rows",
+    "present_inputs",
     "seek",
     "split_batch",
     "take_rows",

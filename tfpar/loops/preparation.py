@@ -115,9 +115,8 @@ class Preparation:
             )
 
     def _check_gradients(self, training: bool) -> None:
-        if (
-            training and self._in_parts
-        ) or self._engine.has_schedule:  # a pipeline times the backward pass of layers first
+        times_layers = self._engine.has_schedule  # with their backward pass, before the first step
+        if times_layers or (training and self._engine.batch_parts[0] > 1):
             with self._strategy.job.vote():
                 model_checks.check_gradients(self._model, self._strategy.describe())
 

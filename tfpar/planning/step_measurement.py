@@ -26,16 +26,17 @@ from tfpar.planning.first_batches import FirstBatches
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Measured
 from tfpar.planning.search import OUT_OF_MEMORY, Failed
+from tfpar.sharding.offers import sharding_of
 from tfpar.strategies import SingleDevice, Strategy
-from tfpar.strategies.staged import ADVICE_OF_PIPELINES, WORDS_OF_STAGES
-from tfpar.strategies.tensor_parallel.ways import layout_of
 from tfpar.study.known_layers import check_synchronized, normalizing
 from tfpar.study.observation import Mode
-from tfpar.study.outputs import study_outputs
+from tfpar.study.outputs import Words, study_outputs
 from tfpar.trainer import Trainer
 
 LAP_SECONDS, ALL_LAPS_SECONDS = 0.2, 2.0
 _LEAST_LAPS, _MOST_LAPS = 3, 9
+# A plan names the reason, and then measures other layouts.
+_WORDS = Words(alone="train it without stages", mixing="train it without stages")
 
 MakeTrainer = Callable[[Strategy], tuple[Trainer, FirstBatches]]
 
@@ -194,7 +195,7 @@ def _facts(prepared: _Prepared, device: str) -> ModelFacts:
     try:
         graph, normalizing = _traced(model, batch, device)
     except (ValueError, TypeError, NotImplementedError) as error:
-        uncut = ADVICE_OF_PIPELINES.sub("", message_of(error).splitlines()[0]).rstrip(".")
+        uncut = message_of(error).splitlines()[0].rstrip(".")
     return ModelFacts(
         name=model.name,
         num_parameters=model.count_params(),
@@ -216,13 +217,13 @@ def _traced(model: keras.Model, batch: Any, device: str) -> tuple[tracing.Graph,
     with random_state.stand_in_generator():
         graph = tracing.trace(model, inputs)
     with tf.device(device), full_precision():
-        check_synchronized(model)
-        study_outputs(model, batch, Mode(training=True, gathers=False), WORDS_OF_STAGES, is_known=True)
+        check_synchronized(model, _WORDS.mixing)
+        study_outputs(model, batch, Mode(training=True, gathers=False), _WORDS, is_known=True)
         return graph, tuple(normalizing(model, training=True))
 
 
 def _divides_layers(model: keras.Model, graph: tracing.Graph) -> bool:
     try:
-        return any(way is not None for way in layout_of(model, graph, 2, None).ways)
+        return any(rule is not None for rule in sharding_of(model, graph, 2, None).rules)
     except (ValueError, TypeError):
         return False

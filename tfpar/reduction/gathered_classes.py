@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat import keras_class_pieces
-from tfpar.reduction import recomputed_losses, vocabulary_losses, vocabulary_metrics
+from tfpar.reduction import vocabulary_losses, vocabulary_metrics
 from tfpar.reduction.vocabulary_losses import ClassPieces
 
 _ATTRIBUTE = "_tfpar_class_pieces"
@@ -31,7 +31,7 @@ def note_pieces(tensor: tf.Tensor, pieces: ClassPieces) -> tf.Tensor:
         pieces: Its pieces.
     """
     if tf.is_symbolic_tensor(tensor):
-        setattr(tensor.op, _ATTRIBUTE, pieces._replace(overwriting={}))
+        setattr(tensor.op, _ATTRIBUTE, pieces)
     return tensor
 
 
@@ -81,40 +81,17 @@ def are_probabilities(tensor: Any) -> bool:
     return bool(op.type == "Softmax")
 
 
-def tensors_in_pieces(outputs: Any) -> Any:
-    """Return the pieces of outputs that have them, and the other outputs, for control dependencies.
-
-    What computes a piece represents one that is not kept.
-
-    Args:
-        outputs: A structure of tensors.
-    """
-
-    def tensors(output: Any) -> Any:
-        pieces = pieces_of(output)
-        if pieces is None:
-            return output
-        if pieces.computed is None:
-            return list(pieces.tensors)
-        return [(one.inputs, *one.weights) for one in pieces.computed]
-
-    return [tensors(output) for output in tf.nest.flatten(outputs)]
-
-
 def _reshaped(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
     leading = tensor.op.inputs[1][:-1]
 
     def reshape(piece: tf.Tensor) -> tf.Tensor:
         return tf.reshape(piece, tf.concat([leading, [tf.cast(piece.shape[-1], leading.dtype)]], 0))
 
-    return pieces.map(reshape, lambda computed: computed._replace(inputs=reshape(computed.inputs)))
+    return pieces.map(reshape)
 
 
 def _cast(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
-    def cast(piece: tf.Tensor) -> tf.Tensor:
-        return tf.cast(piece, tensor.dtype)
-
-    return pieces.map(cast, lambda computed: computed.then(cast))
+    return pieces.map(lambda piece: tf.cast(piece, tensor.dtype))
 
 
 _OF_EACH_PIECE: dict[str, Callable[[ClassPieces, tf.Tensor], ClassPieces]] = {
@@ -140,8 +117,6 @@ def _sparse(original: Any, target: Any, output: Any, from_logits: bool = False, 
     labels = tf.cast(target, tf.int64)
     if labels.shape.rank == output.shape.rank and labels.shape[-1] == 1:
         labels = tf.squeeze(labels, -1)
-    if pieces.computed is not None:
-        return recomputed_losses.sparse_losses(labels, pieces, pieces.computed, valid)
     return vocabulary_losses.sparse_losses(labels, pieces, valid)
 
 
@@ -189,4 +164,4 @@ def _in_top_k(original: Any, targets: Any, predictions: Any, k: Any) -> Any:
 
 def _shape(original: Any, x: Any) -> Any:
     pieces = pieces_of(x)
-    return original(x) if pieces is None else (*original(pieces.positions)[:-1], sum(pieces.sizes))
+    return original(x) if pieces is None else (*original(pieces.tensors[0])[:-1], sum(pieces.sizes))

@@ -19,10 +19,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import tf_graph
-from tfpar.reduction import row_scores
-from tfpar.reduction.row_scores import RowScores
-
 MOST_INDICES = 2**31  # of `InplaceSub`
 
 
@@ -32,39 +28,23 @@ class ClassPieces(NamedTuple):
     Args:
         tensors: The pieces `[..., size]`, in the order of the columns; their sizes may differ, and are fixed.
         devices: The device of each; the first computes what concerns all.
-        overwriting: The first operation of a loss that overwrites each piece in memory, by its index.
-        computed: How the piece of each device is computed, where readers compute it again; None where it is kept.
     """
 
     tensors: Sequence[tf.Tensor]
     devices: Sequence[str]
-    overwriting: dict[int, Any] | None = None
-    computed: Sequence[RowScores] | None = None
 
     @property
     def sizes(self) -> list[int]:
         """The number of columns of each piece."""
         return [int(tensor.shape[-1]) for tensor in self.tensors]
 
-    def map(
-        self,
-        function: Callable[[tf.Tensor], tf.Tensor],
-        of_computed: Callable[[RowScores], RowScores] | None = None,
-    ) -> ClassPieces:
+    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ClassPieces:
         """Return a function of each piece, computed on its device.
 
         Args:
             function: A function of one piece.
-            of_computed: The same for how a piece is computed; None where the result is read as it is.
         """
-        tensors = [self.at(index, function) for index in range(len(self.tensors))]
-        if self.computed is None or of_computed is None:
-            return self._replace(tensors=tensors, computed=None)
-        computed = []
-        for one, device in zip(self.computed, self.devices, strict=True):
-            with tf.device(device):
-                computed.append(of_computed(one))
-        return self._replace(tensors=tensors, computed=computed)
+        return self._replace(tensors=[self.at(index, function) for index in range(len(self.tensors))])
 
     def at(self, index: int, function: Callable[[tf.Tensor], Any]) -> Any:
         """Return a function of one piece, computed on its device.
@@ -76,38 +56,9 @@ class ClassPieces(NamedTuple):
         with tf.device(self.devices[index]):
             return function(self.tensors[index])
 
-    def read_by(self, index: int, result: tf.Tensor) -> tf.Tensor:
-        """Return a result that reads a piece, computed before a loss overwrites the piece."""
-        if self.overwriting and index in self.overwriting:
-            tf_graph.run_before(result.op, [self.overwriting[index].op])
-        return result
-
-    def over_rows(
-        self, index: int, function: Callable[..., Sequence[tf.Tensor]], results: Sequence[tf.DType], *given: tf.Tensor
-    ) -> Sequence[tf.Tensor]:
-        """Return results of the values of each row of a piece, computed on its device.
-
-        Args:
-            index: The index of the piece.
-            function: Takes the values of rows, `[rows, size]`, and the given values of these rows; returns `[rows]`
-                results.
-            results: The type of each result.
-            given: Values of each row.
-        """
-        if self.computed is None:
-            found: Sequence[tf.Tensor] = self.rows().at(index, lambda piece: function(piece, *given))
-            return found
-        with tf.device(self.devices[index]):
-            return row_scores.over_rows(self.computed[index], function, given, results, self.sizes[index])
-
-    @property
-    def positions(self) -> tf.Tensor:
-        """A tensor with the axes of the values but the last, for their sizes: pieces that are not kept are not read."""
-        return self.tensors[0] if self.computed is None else self.computed[0].inputs
-
     def rows(self) -> ClassPieces:
         """Return the pieces as matrices `[positions, size]`."""
-        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]), lambda computed: computed)
+        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]))
 
 
 def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | None = None) -> tf.Tensor:
@@ -215,8 +166,6 @@ def _losses(
     for index in indices:
         with tf.device(rows.devices[index]):
             exponents = tf.stop_gradient(rows.tensors[index]) - maximum[:, None]
-            if rows.overwriting is not None:
-                rows.overwriting[index] = exponents
             targets.append(picked(index, exponents))
             with tf.control_dependencies([targets[-1]]):  # then the exponentials can replace the exponents in memory
                 exponentials[index] = tf.exp(exponents)

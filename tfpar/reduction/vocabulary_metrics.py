@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +18,13 @@ def argmax(values: ClassPieces, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Te
         values: Pieces `[..., size]`.
         find: Returns the index of the largest value along the last axis of a tensor.
     """
-    indices, offsets = range(len(values.tensors)), [sum(values.sizes[:i]) for i in range(len(values.tensors))]
-    results = [tf.int32, values.tensors[0].dtype]
-    pairs = [values.over_rows(index, lambda piece: _largest(piece, find), results) for index in indices]
-    largest = [values.read_by(index, value) for index, (_, value) in zip(indices, pairs, strict=True)]
+    rows, offsets = values.rows(), [sum(values.sizes[:index]) for index in range(len(values.tensors))]
+    pairs = [rows.at(index, lambda piece: _largest(piece, find)) for index in range(len(values.tensors))]
     with tf.device(values.devices[0]):
-        best = find(tf.stack(largest, -1))
+        best = find(tf.stack([largest for _, largest in pairs], -1))
         classes = tf.stack([column + offset for (column, _), offset in zip(pairs, offsets, strict=True)], -1)
         found = tf.gather(classes, best, axis=-1, batch_dims=1)
-        return tf.ensure_shape(tf.reshape(found, tf.shape(values.positions)[:-1]), values.tensors[0].shape[:-1])
+        return tf.ensure_shape(tf.reshape(found, tf.shape(values.tensors[0])[:-1]), values.tensors[0].shape[:-1])
 
 
 def _largest(piece: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -56,20 +55,20 @@ def in_top_k(labels: tf.Tensor, values: ClassPieces, k: Any) -> tf.Tensor:
     """
     classes, indices = tf.cast(labels, tf.int64), range(len(values.tensors))
     columns = [columns_in(values, i, classes) for i in indices]
-    dtype = values.tensors[0].dtype
-    found = [values.over_rows(i, lambda piece, *at: [at_columns(piece, *at)], [dtype], *columns[i])[0] for i in indices]
+    scores = [
+        values.at(i, functools.partial(at_columns, columns=of_piece[0], is_inside=of_piece[1]))
+        for i, of_piece in enumerate(columns)
+    ]
     with tf.device(values.devices[0]):
-        chosen = tf.add_n([values.read_by(index, one) for index, one in zip(indices, found, strict=True)])
+        chosen = tf.add_n(scores)
 
-    def ranked(piece: tf.Tensor, chosen: tf.Tensor) -> list[tf.Tensor]:
+    def ranked(piece: tf.Tensor) -> list[tf.Tensor]:
         larger = tf.math.count_nonzero(piece > chosen[:, None], -1, dtype=tf.int64)
         # A finite sum of absolute values could overflow.
         return [larger, tf.reduce_all(tf.math.is_finite(piece), -1)]
 
-    ranks = [values.over_rows(i, ranked, [tf.int64, tf.bool], chosen) for i in indices]
+    ranks = [values.at(i, ranked) for i in indices]
     with tf.device(values.devices[0]):
         is_class = (classes >= 0) & (classes < sum(values.sizes))
-        larger, finite = (
-            [values.read_by(i, one[number]) for i, one in zip(indices, ranks, strict=True)] for number in (0, 1)
-        )
+        larger, finite = zip(*ranks, strict=True)
         return is_class & tf.reduce_all(tf.stack(finite), 0) & (tf.add_n(larger) < tf.cast(k, tf.int64))

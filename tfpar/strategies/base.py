@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
+import keras
+
+from tfpar.job import Job
 from tfpar.layout import Layout
+from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import model_scopes
 from tfpar.strategies.engine import Engine
+from tfpar.strategies.preview import Preview
 
 
-class Strategy(Engine):
-    """Decide where a model is built and how one step runs.
+class Strategy:
+    """Decide where a model trains: a layout of devices, and the engine that runs the steps there.
 
-    Attributes:
+    Args:
         layout: The grid of replicas, stages and shards.
+        engine: Runs the steps.
 
     Example:
         >>> strategy: tfpar.Strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])
@@ -22,12 +29,53 @@ class Strategy(Engine):
         (2, 1, True)
     """
 
-    layout: Layout
+    def __init__(self, layout: Layout, engine: Engine) -> None:
+        self.layout, self.engine = layout, engine
+        if engine.home is not None:
+            engine.home.tfpar_strategy = self  # so that `strategy_of` finds this object from a model's variables
 
     @property
-    def engine(self) -> Engine:
-        """What runs the steps."""
-        return self
+    def job(self) -> Job:
+        """The workers that train the model, of which this process is one."""
+        return self.engine.job
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self.job.num_workers
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return self.job.rank
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process decides for all workers and writes files."""
+        return self.job.is_chief
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas, on all workers together; of a `Hybrid` those of this worker."""
+        return self.engine.num_replicas
+
+    @property
+    def devices(self) -> Sequence[Any]:
+        """The devices of this process, or those of all workers that it uses."""
+        return self.engine.devices
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices in words; those of other workers with their rank."""
+        return self.engine.device_names
+
+    def describe(self) -> str:
+        """Return one line with the devices and their roles."""
+        return f"{type(self).__name__} of {self.layout.describe(self.layout.labels(self.device_names))}"
+
+    def __repr__(self) -> str:
+        """Return the description, which a notebook shows."""
+        return f"<{self.describe()}>"
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a user builds a model for this strategy; its `fit` is that of a trainer.
@@ -39,6 +87,25 @@ class Strategy(Engine):
         """
         return model_scopes.scope(self)
 
-    def __repr__(self) -> str:
-        """Return the description, which a notebook shows."""
-        return f"<{self.describe()}>"
+    def preview(self, model: keras.Model, batch: Any) -> Preview:
+        """Return a preview of a step: a row for each device of this worker, or for each stage.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: The local batch of this worker, `(inputs, targets, sample_weight)` as far as given.
+        """
+        return self.engine.preview(model, batch, self.describe())
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Measure when each action of a scheduled step runs.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Raises:
+            ValueError: If the strategy has no schedule.
+        """
+        if not self.engine.has_schedule:
+            raise ValueError(f"Only a pipeline has a schedule to trace, and the strategy is {self.describe()}.")
+        return self.engine.trace(model, batch)

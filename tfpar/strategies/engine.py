@@ -75,22 +75,13 @@ class Engine(abc.ABC):
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
 
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Return one line with the devices and their roles."""
-
     @property
     def device_names(self) -> list[str]:
         """The devices of this process that hold the model."""
         return [str(device) for device in self.devices]
 
-    def preview(self, model: keras.Model, batch: Any) -> Preview:
-        """Return a preview of a step: a row for each device of this worker.
-
-        Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: The local batch of this worker, `(inputs, targets, sample_weight)` as far as given.
-        """
+    def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
+        """Return a preview of a step, with a title: a row for each device of this worker."""
         num_local_replicas = max(1, self.num_replicas // self.num_workers)
         gradient_bytes = sum(map(num_bytes, model.trainable_variables))
         weight_bytes = sum(map(num_bytes, model.variables)) + gradient_bytes
@@ -104,7 +95,7 @@ class Engine(abc.ABC):
             )
             for number, name in enumerate(self.device_names)
         )
-        return Preview(replicas_table(self.describe(), rows, self.num_replicas), rows)
+        return Preview(replicas_table(title, rows, self.num_replicas), rows)
 
     def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the variables of the optimizer that a device of this process holds.
@@ -138,16 +129,8 @@ class Engine(abc.ABC):
         return self.num_replicas, "replica"
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Measure when each action of a scheduled step runs.
-
-        Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-
-        Raises:
-            ValueError: If the strategy has no schedule.
-        """
-        raise ValueError(f"Only a pipeline has a schedule to trace, and the strategy is {self.describe()}.")
+        """Measure when each action of a scheduled step runs."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:

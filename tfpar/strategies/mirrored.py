@@ -14,10 +14,10 @@ from tfpar._compat import tf_distribute
 from tfpar.layout import Layout, Shard, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import replicas
+from tfpar.strategies.base import Strategy
 from tfpar.strategies.batches_ahead import HOST
-from tfpar.strategies.data_parallel import DataParallel
-from tfpar.strategies.fully_sharded import FullySharded, check_without_effect
 from tfpar.strategies.optimizer_shards import LocalCommunicator, OptimizerShards
+from tfpar.strategies.replica_engine import ReplicaEngine
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
@@ -25,7 +25,7 @@ AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_devic
 PACK_BYTES = 32 << 20
 
 
-class Mirrored(DataParallel):
+class Mirrored(Strategy):
     """Data parallelism on several devices of this machine, with `tf.distribute.MirroredStrategy`.
 
     Every device has a replica of the model and computes its per-replica batch. The results are those of one device.
@@ -43,7 +43,7 @@ class Mirrored(DataParallel):
         shard: `"optimizer"` divides the optimizer's state over the replicas (see
             `tfpar.strategies.optimizer_shards`), which sums each gradient on one device, without NCCL, hierarchical
             copies or packs; `"weights"` also the weights and gradients (see
-            `tfpar.strategies.fully_sharded`), without the three arguments before; None keeps all of it on each.
+            `tfpar.strategies.block_engine`), without the three arguments before; None keeps all of it on each.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
@@ -56,25 +56,6 @@ class Mirrored(DataParallel):
         2
     """
 
-    _merges = chooses_xla = True
-
-    @keyword_arguments.named
-    def __new__(
-        cls,
-        devices: Sequence[str] | int | None = None,
-        all_reduce: AllReduce = "auto",
-        pack_bytes: int | None = None,
-        batch_dependent_layers: BatchDependentLayers = "refuse",
-        shard: Shard | None = None,
-    ) -> Mirrored:
-        """Return the strategy: with sharded weights one that runs a model in blocks."""
-        if shard != "weights":
-            return super().__new__(cls)
-        check_without_effect("all_reduce", all_reduce, "auto")
-        check_without_effect("pack_bytes", pack_bytes, None)
-        check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
-        return cast("Mirrored", FullySharded(_resolved(devices)))
-
     @keyword_arguments.named
     def __init__(
         self,
@@ -86,33 +67,68 @@ class Mirrored(DataParallel):
     ) -> None:
         check_choice(batch_dependent_layers)
         check_shard(shard)
-        self.devices = _resolved(devices)
+        names = _resolved(devices)
+        if shard == "weights":
+            # A model in blocks runs on the other engine, which most users of replicas do not need.
+            from tfpar.strategies.block_engine import BlockEngine, check_without_effect
+
+            check_without_effect("all_reduce", all_reduce, "auto")
+            check_without_effect("pack_bytes", pack_bytes, None)
+            check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
+            super().__init__(Layout(len(names), shard=shard), BlockEngine(names))
+            return
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
         if shard is not None:
             _check_sums_on_owners(all_reduce, pack_bytes)
-        operations = _cross_device_ops(all_reduce, self.devices)
+        operations = _cross_device_ops(all_reduce, names)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
-        super().__init__(tf.distribute.MirroredStrategy(self.devices, operations), pack_bytes, batch_dependent_layers)
-        if shard is not None and self.num_replicas > 1:
-            self._shards = OptimizerShards(self.job, LocalCommunicator(), self._strategy.extended.worker_devices)
-        self.layout = Layout(self.num_replicas, shard=None if self._shards is None else "optimizer")
+        mirrored = tf.distribute.MirroredStrategy(names, operations)
+        layout = Layout(len(names), shard=shard if len(names) > 1 else None)
+        super().__init__(layout, MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard))
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
         """Return the tfpar strategy for the `tf.distribute.MirroredStrategy` in whose scope a model was built."""
         mirrored = cls.__new__(cls)
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
-        mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
-        operations = _cross_device_ops("auto", mirrored.devices)
+        names = [f"{device.device_type}:{device.device_index}" for device in devices]
+        operations = _cross_device_ops("auto", names)
         is_used = tf_distribute.replace_default_all_reduce(strategy, operations)
-        DataParallel.__init__(mirrored, strategy, default_pack_bytes(operations) if is_used else None)
-        mirrored.layout = Layout(mirrored.num_replicas)
+        pack_bytes = default_pack_bytes(operations) if is_used else None
+        Strategy.__init__(mirrored, Layout(len(names)), MirroredReplicas(strategy, names, pack_bytes))
         return mirrored
 
     def describe(self) -> str:
         """Return one line with the devices of the replicas."""
-        return f"Mirrored over {self.layout.describe(self.devices)}"
+        return f"Mirrored over {self.layout.describe(self.device_names)}"
+
+
+class MirroredReplicas(ReplicaEngine):
+    """The replicas of a `tf.distribute.MirroredStrategy`.
+
+    Args:
+        strategy: The strategy.
+        devices: Short names of its devices.
+        pack_bytes: As for `ReplicaEngine`.
+        batch_dependent_layers: As for `ReplicaEngine`.
+        shard: What the replicas divide; None for nothing.
+    """
+
+    _merges = chooses_xla = True
+
+    def __init__(
+        self,
+        strategy: tf.distribute.MirroredStrategy,
+        devices: Sequence[str],
+        pack_bytes: int | None,
+        batch_dependent_layers: BatchDependentLayers = "refuse",
+        shard: Shard | None = None,
+    ) -> None:
+        self.devices = devices
+        super().__init__(strategy, pack_bytes, batch_dependent_layers)
+        if shard is not None:
+            self._shards = OptimizerShards(self.job, LocalCommunicator(), strategy.extended.worker_devices)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""

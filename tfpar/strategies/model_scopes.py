@@ -19,8 +19,13 @@ def _leave_methods(model: keras.Model) -> None:
 give_methods: Callable[[keras.Model], None] = _leave_methods
 
 
-class _Strategy(Protocol):
+class _Engine(Protocol):
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]: ...
+
+
+class _Strategy(Protocol):
+    @property
+    def engine(self) -> _Engine: ...
 
 
 @contextlib.contextmanager
@@ -35,7 +40,7 @@ def scope(strategy: _Strategy) -> Iterator[None]:
         note_strategy(model, strategy)
         give_methods(model)
 
-    with strategy.creation_scope(), keras_model.new_models(note):
+    with strategy.engine.creation_scope(), keras_model.new_models(note):
         yield
 
 

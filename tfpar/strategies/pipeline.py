@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
+
+import keras
 
 from tfpar import cluster
 from tfpar.cluster import tf_config
@@ -15,12 +16,14 @@ from tfpar.job import Job
 from tfpar.layout import Layout, ScheduleName, check_count
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.analysis.prediction import Prediction
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
+from tfpar.sharding.rules import Rules, check_rules
 from tfpar.strategies import grid_devices, remote_devices
+from tfpar.strategies.base import Strategy
 from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.lost_workers import check_seconds
-from tfpar.strategies.staged import Settings, Staged
-from tfpar.strategies.tensor_parallel.rules import Rules, check_rules
+from tfpar.strategies.stage_engine import Settings, StageEngine
 from tfpar.strategies.worker_watch import WorkerWatch
 
 Parameters = ParamSpec("Parameters")
@@ -45,7 +48,7 @@ def _proposing_microbatches(function: Callable[Parameters, None]) -> Callable[Pa
     return call
 
 
-class Pipeline(Staged):
+class Pipeline(Strategy):
     """Train a model in stages on several devices of this machine, equal to one device.
 
         device 0   F0 F1 F2    B0 F3 B1 …        F: a micro-batch forward through the layers of this stage
@@ -109,76 +112,77 @@ class Pipeline(Staged):
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        self.layout = Layout(
-            1, num_stages, num_microbatches, schedule, recompute, None, num_shards, across_workers=across_workers
-        )
+        grid = Layout(1, num_stages, num_microbatches, schedule, recompute, None, num_shards, 1, across_workers)
         if memory_limit_bytes is not None:
             check_count("memory_limit_bytes", memory_limit_bytes)
         check_balance(balance, num_stages)
         _check_shards(num_shards, layout, memory_limit_bytes, across_workers=across_workers)
-        job = tf_config.from_environment(os.environ)
-        rules = check_rules(layout)
-        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers, num_shards, rules)
-        self.given_devices: list[str] | None = None
+        self.settings = Settings(
+            balance, recompute, memory_limit_bytes, allow_batch_dependent_layers, num_shards, check_rules(layout)
+        )
         self.lent: grid_devices.LentDevices | None = None
         self.watch: WorkerWatch | None = None
-        self._misfit: ValueError | None = None
         if across_workers:
-            self.given_devices = None if devices is None else grid_devices.listed(devices)
-            number = None if devices is None else len(devices)
-            order = schedules.make(schedule, num_stages, num_microbatches, number)
-            self.layout = dataclasses.replace(self.layout, stages_per_device=num_stages // order.num_devices)
             check_seconds(form_seconds, silence_seconds)
-            self.lent, self.watch = _lent_devices(job, form_seconds, silence_seconds)
-            self.job = Job(reported=self.watch.reported)
-            super().__init__(settings, order, self._devices_across(order.num_devices, devices))
-            return
+            engine = self._across_workers(grid, devices, form_seconds, silence_seconds)
+        else:
+            engine = self._in_this_process(grid, devices)
+        stages_per_device = num_stages // self.schedule.num_devices
+        super().__init__(dataclasses.replace(grid, stages_per_device=stages_per_device), engine)
+
+    def _in_this_process(self, grid: Layout, devices: Sequence[str] | None) -> StageEngine:
         # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
-        resolve = cluster.configured_devices if job and job.num_workers > 1 else cluster.resolve_devices
-        self.given_devices = chosen = None if devices is None else resolve(devices)
-        groups = None if chosen is None else _num_groups(chosen, num_shards)
-        order = schedules.make(schedule, num_stages, num_microbatches, groups)
-        self.layout = dataclasses.replace(self.layout, stages_per_device=num_stages // order.num_devices)
-        super().__init__(settings, order, _devices(order, resolve(None), num_shards) if chosen is None else chosen)
+        has_others = tf_config.has_other_workers(os.environ)
+        resolve = cluster.configured_devices if has_others else cluster.resolve_devices
+        names = self.given_devices = None if devices is None else resolve(devices)
+        groups = None if names is None else _num_groups(names, grid.num_shards)
+        self.schedule = schedules.make(grid.schedule, grid.num_stages, grid.num_microbatches, groups)
+        used = _devices(self.schedule, resolve(None), grid.num_shards) if names is None else names
+        return StageEngine(self.settings, self.schedule, used)
 
-    def describe(self) -> str:
-        """Say in one line which devices run what."""
-        return f"Pipeline of {self.layout.describe(self.device_names)}"
-
-    def _devices_across(self, number: int, devices: Sequence[str] | None) -> list[str]:
-        assert self.lent is not None
+    def _across_workers(
+        self, grid: Layout, devices: Sequence[str] | None, form_seconds: float, silence_seconds: float
+    ) -> StageEngine:
+        self.given_devices = None if devices is None else grid_devices.listed(devices)
+        number = None if devices is None else len(devices)
+        self.schedule = schedules.make(grid.schedule, grid.num_stages, grid.num_microbatches, number)
+        self.lent, self.watch = _lent_devices(form_seconds, silence_seconds)
+        misfit = None
         try:
-            (found,) = grid_devices.across_workers(1, number, self.lent, devices)
+            (used,) = grid_devices.across_workers(1, self.schedule.num_devices, self.lent, devices)
         except ValueError as error:
             if devices is not None:
                 raise
-            self._misfit = error  # replicas of it may fit
-            found = [device for of_one in self.lent.of_workers for device in of_one][:number]
-        return found
+            misfit = error  # replicas of it may fit
+            used = [device for of_worker in self.lent.of_workers for device in of_worker][: self.schedule.num_devices]
+        job = Job(reported=self.watch.reported)
+        return StageEngine(self.settings, self.schedule, used, job=job, misfit=misfit)
 
-    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model is created.
+    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
+        """Measure the stages on a batch and predict a step; no weight changes. All workers must call it.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
 
         Raises:
-            ValueError: If the workers cannot share the stages.
+            ValueError: If the model was not prepared since it was last compiled.
+
+        Example:
+            >>> batch = trainer.build(dataset)
+            >>> 0 < strategy.predict_step_time(trainer.model, batch).planned.bubble < 1
+            True
         """
-        if self._misfit is not None:
-            raise self._misfit
-        return super().creation_scope()
-
-    @property
-    def device_names(self) -> list[str]:
-        """The devices of the pipeline; those of other workers with their rank."""
-        return list(map(remote_devices.label, self.devices))
+        assert isinstance(self.engine, StageEngine)
+        return self.engine.predict_step_time(model, batch)
 
 
-def _lent_devices(
-    job: tf_config.JobConfig | None, form_seconds: float, silence_seconds: float
-) -> tuple[grid_devices.LentDevices, WorkerWatch]:
+def _lent_devices(form_seconds: float, silence_seconds: float) -> tuple[grid_devices.LentDevices, WorkerWatch]:
     """Return the devices of all workers of a job, and the watch over the workers.
 
     In other processes than the chief it does not return.
     """
+    job = tf_config.from_environment(os.environ)
     refuse_evaluator(job, "Pipeline(across_workers=True)")
     if job is None or job.num_workers == 1:
         raise ValueError(

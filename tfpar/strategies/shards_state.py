@@ -1,4 +1,4 @@
-"""The base of strategies that shard the optimizer's state."""
+"""The base of engines that shard the optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import keras
 
 from tfpar._compat import tf_memory_elsewhere
-from tfpar.strategies.base import Strategy
+from tfpar.strategies.engine import Engine
 from tfpar.strategies.optimizer_shards import OptimizerShards
 
 
-class ShardsState(Strategy):
-    """The base of strategies that shard the optimizer's state, if they are asked to."""
+class ShardsState(Engine):
+    """The base of engines that shard the optimizer's state, if they are asked to."""
 
     # The owners of weights with `shard="optimizer"`.
     _shards: OptimizerShards | None = None
 
     def holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is on the devices of this strategy, or a slot of the owner of its weight."""
+        """Return whether a variable is on the devices of this engine, or a slot of the owner of its weight."""
         return super().holds(variable) or (self._shards is not None and self._shards.holds(variable))
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:

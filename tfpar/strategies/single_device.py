@@ -16,11 +16,12 @@ from tfpar.messages import keyword_arguments
 from tfpar.reduction import metric_logs, objective
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.update_order import after_reads
+from tfpar.strategies.base import Strategy
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.single_replica import SingleReplica
 
 
-class SingleDevice(SingleReplica):
+class SingleDevice(Strategy):
     """Train on one device, without any `tf.distribute` strategy.
 
     The steps are those of Keras' own `fit`, in tfpar's loop: the same weights, with less time spent between steps.
@@ -34,22 +35,38 @@ class SingleDevice(SingleReplica):
         1
     """
 
-    chooses_xla = True
-    layout = Layout()
-
     @keyword_arguments.named
     def __init__(self, device: str | None = None) -> None:
         if device is not None and not isinstance(device, str):
             raise TypeError(f'device must be one name such as "CPU:0" or "GPU:0", received {device!r}.')
         self.device = None if device is None else cluster.resolve_devices([device])[0]
+        super().__init__(Layout(), OneDevice(self.device))
+
+    def describe(self) -> str:
+        """Return one line with the device."""
+        return f"SingleDevice on {self.device_names[0]}"
+
+
+class OneDevice(SingleReplica):
+    """The steps of Keras' own `fit` on one device.
+
+    Args:
+        device: The device; None leaves the placement to TensorFlow.
+    """
+
+    chooses_xla = True
+
+    def __init__(self, device: str | None) -> None:
+        self.device = device
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
         return contextlib.nullcontext() if self.device is None else tf.device(self.device)
 
-    def describe(self) -> str:
-        """Return one line with the device."""
-        return f"SingleDevice on {self.device_names[0]}"
+    @property
+    def devices(self) -> list[str]:  # type: ignore[override]
+        """The device."""
+        return self.device_names
 
     @property
     def device_names(self) -> list[str]:

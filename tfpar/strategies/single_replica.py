@@ -1,4 +1,4 @@
-"""The base of strategies with one copy of the model, whose steps take whole global batches."""
+"""The base of engines with one copy of the model, whose steps take whole global batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer
 from tfpar.reduction import objective
-from tfpar.strategies.base import Strategy
 from tfpar.strategies.distributed import Distributed
+from tfpar.strategies.engine import Engine
 
 
-class SingleReplica(Strategy):
-    """A strategy with one copy of each weight; a step takes a whole global batch."""
+class SingleReplica(Engine):
+    """An engine with one copy of each weight; a step takes a whole global batch."""
 
     num_replicas = 1
 

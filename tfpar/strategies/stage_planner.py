@@ -21,7 +21,6 @@ from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.link_timing import measure_transfers
-from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
@@ -30,13 +29,14 @@ from tfpar.pipeline.partition.stages import bytes_per_example, owner_of
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.pipeline.stages.compiler import StageCompiler
 from tfpar.placement.devices import place_weights
 from tfpar.placement.owners import homes
+from tfpar.sharding.model_sharding import ModelSharding
+from tfpar.sharding.rules import Rules
+from tfpar.sharding.stages import DividedStage, Groups, divide_stages
 from tfpar.strategies.free_memory import within_free_memory
 from tfpar.strategies.model_version import ModelVersion
-from tfpar.strategies.tensor_parallel.layout import Layout
-from tfpar.strategies.tensor_parallel.rules import Rules
-from tfpar.strategies.tensor_parallel.stages import DividedStage, Groups, divide_stages
 
 
 class StagePlanner:
@@ -81,7 +81,7 @@ class StagePlanner:
     ) -> None:
         self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
         self._groups, self._rules, self._orders = groups, rules, [devices, *other_orders]
-        self._divided: PerModel[dict[int, tuple[Layout, DividedStage]]] = PerModel()
+        self._divided: PerModel[dict[int, tuple[ModelSharding, DividedStage]]] = PerModel()
         self._grids: PerModel[list[Grid]] = PerModel()
         self._raising, self._agree, self._balance, self._recompute = raising, agree, balance, recompute
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
@@ -89,7 +89,7 @@ class StagePlanner:
         self._partitions: PerModel[Partition] = PerModel()
         self._versions: PerModel[ModelVersion] = PerModel()
         self._sizes: PerModel[list[int]] = PerModel()
-        self._stages: PerModel[StagesOfModel] = PerModel()
+        self._stages: PerModel[StageCompiler] = PerModel()
 
     def forget_changed(self, model: keras.Model) -> bool:
         """Delete the stages of a model that they are no longer of; return whether there were any.
@@ -103,10 +103,14 @@ class StagePlanner:
             if not version.has_other_settings(model):
                 return False
             self._sizes[model] = [len(stage.calls) for stage in self._partitions[model].stages]  # no weight moves
+        self.forget(model)
+        return True
+
+    def forget(self, model: keras.Model) -> None:
+        """Delete the stages of a model."""
         self._partitions.pop(model)
         self._stages.pop(model)
         self._versions.pop(model)
-        return True
 
     def check_settings(self, model: keras.Model, training: bool) -> None:
         """Refuse the trace of a step if settings of layers have changed since the traces of the stages.
@@ -126,12 +130,13 @@ class StagePlanner:
         """Place the weights of a functional model before its first batch, without measured times."""
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
             with self._raising(), random_state.stand_in_generator():
-                graph = model_graph.trace(model)
+                graph = self._trace(model)
                 balance = self._balance_of(model, graph)
                 balance = "parameters" if balance in ("time", "flops") else balance
                 costs = self._measure(graph, balance, (), 1)
-            # Whether a rule fits depends on the stages, which are others with measured times.
-            self._cut(model, graph, balance, costs, 1)
+            # Whether a rule fits depends on the stages; several are others with measured times.
+            rules = self._rules if self.divides_one_stage else None
+            self._cut(model, graph, balance, costs, 1, warns=self.divides_one_stage, rules=rules)
 
     def plan(self, model: keras.Model, batch: Any) -> None:
         """Cut a model into stages at its first batch, and again for an optimizer that needs more memory.
@@ -143,7 +148,7 @@ class StagePlanner:
         Raises:
             ValueError: If the model cannot be cut into stages.
         """
-        if model not in self._stages:
+        if model not in self._stages and not self._is_placed_for(model, batch):
             self._trace_and_cut(model, batch)
         elif self._memory_limit_bytes is not None:  # a new optimizer may have more slots per weight
             before = self._partitions[model]
@@ -153,7 +158,7 @@ class StagePlanner:
             self._cut(model, before.graph, self._balance, costs, size, rules=self._rules)
             self._hide_transfers(model, size)
         if model not in self._stages:
-            self._stages[model] = StagesOfModel(
+            self._stages[model] = StageCompiler(
                 model,
                 self._partitions[model].graph,
                 self._partitions[model].stages,
@@ -167,7 +172,12 @@ class StagePlanner:
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
 
-    def stages_of(self, model: keras.Model) -> StagesOfModel:
+    def _is_placed_for(self, model: keras.Model, batch: Any) -> bool:
+        """Return whether the stages from before the first batch are final: nothing is measured, no input is absent."""
+        is_final = self.divides_one_stage and self._balance == "parameters" and model in self._partitions
+        return is_final and all(data.present_inputs(batch))
+
+    def stages_of(self, model: keras.Model) -> StageCompiler:
         """Return the compiled stages of a model."""
         return self._stages[model]
 
@@ -199,7 +209,7 @@ class StagePlanner:
         """Return the device of each stage of each further replica."""
         return self._grids[model][0].devices[1:]
 
-    def divided_stages(self, model: keras.Model) -> list[tuple[Layout, DividedStage]]:
+    def divided_stages(self, model: keras.Model) -> list[tuple[ModelSharding, DividedStage]]:
         """Return the layout and the layer calls of each stage; nothing for stages on one device each."""
         return list((self._divided.get(model) or {}).values())
 
@@ -213,11 +223,22 @@ class StagePlanner:
         with self._raising(), random_state.stand_in_generator():
             model_graph.build(model, given)
             with keras_losses.collect_added_losses(list):
-                graph = model_graph.trace(model, given)
+                graph = self._trace(model, given)
             balance = self._balance_of(model, graph)
             costs = self._measure(graph, balance, model_graph.standardize(model, given), size)
-        self._cut(model, graph, balance, costs, size, warns=True, rules=self._rules)
+        warned = self.divides_one_stage and model in self._partitions
+        self._cut(model, graph, balance, costs, size, warns=not warned, rules=self._rules)
         self._hide_transfers(model, size)
+
+    @property
+    def divides_one_stage(self) -> bool:
+        """Whether a replica is one stage of shards, whose layout needs no balance."""
+        return bool(self._groups) and self._schedule.num_stages == 1
+
+    def _trace(self, model: keras.Model, inputs: Any = None) -> model_graph.Graph:
+        """Trace a model; several stages keep blocks whole, as sizes that a block reads would cross their cuts."""
+        opens = self.divides_one_stage
+        return model_graph.trace(model, inputs, opens_blocks=opens, symbolic_sizes=opens)
 
     def _measure(
         self, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int

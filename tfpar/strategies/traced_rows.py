@@ -50,7 +50,7 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
 
 
 @random_state.preserved_random_state()
-def traced_kinds(gradients: Gradients, batch: Any, run: Run = lambda function: function()) -> list[list[Kind | None]]:
+def _traced_kinds(gradients: Gradients, batch: Any, run: Run = lambda function: function()) -> list[list[Kind | None]]:
     """Return the kind of each lookup of each gradient, None for an unknown one.
 
     Args:
@@ -95,10 +95,10 @@ def eager_kinds(model: keras.Model, batch: Any, run: Run) -> list[list[Kind | No
     found = []
     for gradients in _gradients_of(model):
         try:
-            kinds = traced_kinds(gradients, batch, first)
+            kinds = _traced_kinds(gradients, batch, first)
         except Exception:  # a model that runs eagerly may need values, or compute something else in a graph
             kinds = []
-        found.append([common(of_weight) for of_weight in kinds])
+        found.append([_common(of_weight) for of_weight in kinds])
     return found
 
 
@@ -107,7 +107,7 @@ def _run_first(run: Run, function: Callable[[], None]) -> Any:
     return run(lambda: function() if local_replica_id() == 0 else None)
 
 
-def common(kinds: Sequence[Kind | None]) -> Kind | None:
+def _common(kinds: Sequence[Kind | None]) -> Kind | None:
     """Return the kind of the rows of several lookups together; those of two shared lookups cannot be told apart."""
     return kinds[0] if len({*kinds}) == 1 and (len(kinds) == 1 or kinds[0] != "shared") else None
 

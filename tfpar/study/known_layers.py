@@ -120,11 +120,12 @@ def check_parts(model: keras.Model, training: bool) -> None:
             )
 
 
-def check_synchronized(model: keras.Model) -> None:
+def check_synchronized(model: keras.Model, way_out: str) -> None:
     """Refuse a BatchNormalization with the statistics of the whole batch, where a step has one part of it at a time.
 
     Args:
         model: A model.
+        way_out: What the strategy advises, such as "train on SingleDevice()".
 
     Raises:
         ValueError: If a layer is `BatchNormalization(synchronized=True)`.
@@ -132,9 +133,9 @@ def check_synchronized(model: keras.Model) -> None:
     for layer in keras_model.all_layers(model):
         if isinstance(layer, layers.BatchNormalization) and layer.synchronized:
             raise ValueError(
-                f"BatchNormalization(synchronized=True) uses the statistics of the global batch, and in a pipeline "
-                f"{layer.name!r} receives one micro-batch at a time. Remove synchronized to normalize each micro-batch "
-                "by itself, or use a Pipeline with num_microbatches=1 or allow_batch_dependent_layers=True."
+                f"BatchNormalization(synchronized=True) uses the statistics of the global batch, and {layer.name!r} "
+                "receives one part of it at a time. Remove synchronized to normalize each part by itself, or "
+                f"{way_out}."
             )
 
 

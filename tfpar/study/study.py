@@ -30,7 +30,7 @@ _RULE = "must be a sum or a mean over the batch to be computed by replicas or mi
 _WAY_OUT = "Let it return one value per example, with sample weights in place of a mask, or train on SingleDevice()."
 
 
-class Engine(NamedTuple):
+class Abilities(NamedTuple):
     """What an engine can do with the parts of a batch.
 
     Args:
@@ -49,7 +49,7 @@ class Engine(NamedTuple):
 
 
 def study(
-    model: keras.Model, batch: Any, kind: str, engine: Engine, gathered: Sequence[str] = ()
+    model: keras.Model, batch: Any, kind: str, abilities: Abilities, gathered: Sequence[str] = ()
 ) -> tuple[Verdict, tuple[Mixing, ...]]:
     """Find out how parts of a batch give the whole, or refuse the model.
 
@@ -57,7 +57,7 @@ def study(
         model: A built model; for "train" and "evaluate" a compiled one.
         batch: Its first batch, `(inputs, targets, sample_weight)` as far as given.
         kind: "train", "evaluate" or "predict": what the next steps do.
-        engine: What the strategy can do.
+        abilities: What the engine can do.
         gathered: The paths of layers that are called with the whole batch, as another worker has found.
 
     Returns:
@@ -67,7 +67,7 @@ def study(
         ValueError: If the parts of a batch cannot give the whole.
 
     Example:
-        >>> from tfpar.strategies.data_parallel import ENGINE_OF_REPLICAS
+        >>> from tfpar.strategies.replica_engine import ENGINE_OF_REPLICAS
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "sigmoid")])
         >>> model.compile("sgd", keras.losses.Dice())  # divides by the sum of all targets and outputs
         >>> batch = tf.random.normal([8, 2]), tf.ones([8, 3])
@@ -75,23 +75,23 @@ def study(
         >>> verdict.losses, mixing_layers
         (('whole',), ())
     """
-    mode, has_loss = Mode(kind == "train", engine.gathers), kind != "predict"
+    mode, has_loss = Mode(kind == "train", abilities.gathers), kind != "predict"
     outputs = study_outputs(
         model,
         batch,
         mode,
-        engine.words,
-        gathers_layers=engine.gathers_layers,
-        accepts_mixing=engine.accepts_mixing,
+        abilities.words,
+        gathers_layers=abilities.gathers_layers,
+        accepts_mixing=abilities.accepts_mixing,
         gathered=gathered,
         is_known=not has_loss or _is_known(model),
     )
-    _check_states(model, outputs, mode, engine)
+    _check_states(model, outputs, mode, abilities)
     verdict = Verdict(
         averaged=tuple(outputs.states.averaged), gathered=tuple(mixing.path for mixing in outputs.gathered)
     )
     if has_loss and outputs.runs is not None:
-        verdict = _LossStudy(model, batch, outputs, outputs.runs, engine).added_to(verdict)
+        verdict = _LossStudy(model, batch, outputs, outputs.runs, abilities).added_to(verdict)
     return verdict, outputs.gathered
 
 
@@ -122,13 +122,13 @@ def check_state_of_stages(model: keras.Model, batch: Any, kind: str, words: Word
     check_tracked(model, [Observation(untracked=changed)], mode, words)
 
 
-def _check_states(model: keras.Model, outputs: Outputs, mode: Mode, engine: Engine) -> None:
+def _check_states(model: keras.Model, outputs: Outputs, mode: Mode, abilities: Abilities) -> None:
     states, kinds = outputs.states, [weight.aggregation for weight in model.weights]
     # Keras reduces these by itself: without regard to the examples of each part, or n times a value.
     reduced = [number for number in states.averaged if kinds[number] != "none"]
     reduced += [number for number in states.equal if kinds[number] == "sum"]
-    if others := states.others + (reduced if engine.gathers else []):
-        raise refusal(model, others, mode.training, engine.words.state)
+    if others := states.others + (reduced if abilities.gathers else []):
+        raise refusal(model, others, mode.training, abilities.words.state)
 
 
 def _is_known(model: keras.Model) -> bool:
@@ -144,8 +144,8 @@ def _is_known(model: keras.Model) -> bool:
 class _LossStudy:
     """The study of the losses and metrics of a model whose outputs parts of a batch give."""
 
-    def __init__(self, model: keras.Model, batch: Any, outputs: Outputs, runs: Runs, engine: Engine) -> None:
-        self._model, self._batch, self._runs, self._engine = model, batch, runs, engine
+    def __init__(self, model: keras.Model, batch: Any, outputs: Outputs, runs: Runs, abilities: Abilities) -> None:
+        self._model, self._batch, self._runs, self._abilities = model, batch, runs, abilities
         self._whole, self._parts = outputs.whole, outputs.parts
         self._training = runs.mode.training
         self._has_own_loss = keras_model.overridden(model, "compute_loss")
@@ -167,7 +167,7 @@ class _LossStudy:
         with undisturbed(self._model, name):
             metrics, whole_metrics = self._metrics()
             reads_inputs = (own_loss == "whole" or whole_metrics) and self._reads_inputs(own_loss == "whole")
-        check_tracked(self._model, [seen], self._runs.mode, self._engine.words)
+        check_tracked(self._model, [seen], self._runs.mode, self._abilities.words)
         complete = dataclasses.replace(
             verdict,
             losses=losses if set(losses) - {"rows"} else (),
@@ -200,7 +200,7 @@ class _LossStudy:
         return study_losses.loss_kinds(self._model, self._rows), None
 
     def _metrics(self) -> tuple[tuple[int, ...], bool]:
-        adds_states = self._engine.adds_states
+        adds_states = self._abilities.adds_states
         if keras_model.overridden(self._model, "compute_metrics"):
             return (), study_metrics.takes_whole_batch(self._model, self._rows, adds_states)
         if all(map(keras_metrics.is_by_row, keras_metrics.compiled_metrics(self._model))):
@@ -236,7 +236,7 @@ class _LossStudy:
 
     def _ways(self) -> tuple[Way, ...]:
         """Return what losses in `call` need of the whole batch, where parts run one after another."""
-        if self._has_own_loss or self._engine.gathers or not self._runs.losses:
+        if self._has_own_loss or self._abilities.gathers or not self._runs.losses:
             return ()
         if not self._whole_in_call:
             return tuple("alone" for _ in self._runs.losses)

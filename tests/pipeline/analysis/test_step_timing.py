@@ -104,8 +104,8 @@ def test_the_all_reduce_of_each_stage_follows_from_its_bytes(monkeypatch: pytest
         stage(dense, gradients=[("rows",)]),
         stage(gradients=[]),
     ]
-    programs = SimpleNamespace(programs=SimpleNamespace(stages=stages), loss=SimpleNamespace(parameters=[dense]))
-    sums = measure_all_reduces(programs, peers)  # type: ignore[arg-type]
+    step = SimpleNamespace(stages=SimpleNamespace(stages=stages), loss=SimpleNamespace(parameters=[dense]))
+    sums = measure_all_reduces(step, peers)  # type: ignore[arg-type]
     assert sums.seconds == pytest.approx((2e-3, 1.5e-3, 0.0, 2e-3))
     assert sums.has_rows
     assert len(set(peers.messages)) == 3  # a larger one than 1 MB is not needed

@@ -53,7 +53,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, seconds: float, limit: int | None =
     pipeline = tfpar.Pipeline(2, 4, devices=["CPU:0", "CPU:1"], balance="parameters", memory_limit_bytes=limit)
     trainer = tfpar.Trainer(wide, pipeline, seed=0)
     losses = trainer.fit(small.data(), epochs=2, verbose=0).history["loss"]
-    return losses, schedule.peak_activations(pipeline.schedule_of(trainer.model))
+    return losses, schedule.peak_activations(pipeline.engine.schedule_of(trainer.model))
 
 
 def test_it_gives_the_losses_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

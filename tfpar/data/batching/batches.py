@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfpar._compat import keras_data_adapters
 from tfpar.messages.received import quoted
-from tfpar.per_model import PerModel
 
 
 def class_weights(dataset: Any, class_weight: Mapping[int, float], dtype: str | None = None) -> Any:
@@ -184,24 +183,18 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     return tf.nest.map_structure(join, *outputs)
 
 
-def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: Any) -> None:
-    """Refuse a batch with other optional inputs than the first batch, for which the pipeline was partitioned.
+def present_inputs(batch: Any) -> list[bool]:
+    """Return which inputs of a batch are not None, in flat order.
 
     Args:
-        first: For each model the inputs of its first batch; the first batch of a new model is recorded here.
-        model: The model.
         batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
 
-    Raises:
-        ValueError: If there is None in other places than in the first batch.
+    Example:
+        >>> present_inputs(([tf.zeros([2, 1]), None], tf.zeros([2])))
+        [True, False]
     """
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    present = [leaf is not None for leaf in keras.tree.flatten(inputs)]
-    if len(first.setdefault(model, present)) == len(present) and first[model] != present:
-        raise ValueError(
-            "All batches of a pipeline must have the same optional inputs, received a batch with None in other places "
-            "than in the first batch. Use a separate tfpar.Trainer for each kind of batch, or Mirrored."
-        )
+    return [leaf is not None for leaf in keras.tree.flatten(inputs)]
 
 
 def has_unknown_size(dataset: tf.data.Dataset) -> bool:

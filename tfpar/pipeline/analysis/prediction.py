@@ -11,6 +11,7 @@ from tfpar import cluster, data
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import step_timing
 from tfpar.pipeline.analysis.reduction_timing import measure_all_reduces, measure_reductions
+from tfpar.pipeline.analysis.saved_bytes import saved_bytes
 from tfpar.pipeline.analysis.stage_table import StageRow
 from tfpar.pipeline.execution.peers import Peers
 from tfpar.pipeline.execution.steps import PipelineSteps
@@ -82,16 +83,16 @@ def predict_step_time(
         (2, 2)
     """
     compiled = steps.compiler.compile_replicas(batch, training=True)
-    replicas = [one.programs for one in compiled]
-    programs, of_first = replicas[0], devices[0]
+    replicas = [step.stages for step in compiled]
+    stages, of_first = replicas[0], devices[0]
     # Padded micro-batches all take the time of the largest.
-    is_padded = any(program.pads for program in programs.stages)
+    is_padded = any(stage.pads for stage in stages.stages)
     scale = () if is_padded else microbatch_scale(int(data.num_rows(batch)), schedule.num_microbatches)
-    saved = [program.saved_bytes(microbatch_size) for program in programs.stages]
+    saved = [saved_bytes(stage, microbatch_size) for stage in stages.stages]
     sums = measure_all_reduces(compiled[0], peers)
     durations = dataclasses.replace(
         step_timing.measure_durations(schedule, lambda one: steps.timed(batch, one), of_first, scale),
-        update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, programs, len(replicas)),
+        update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, stages, len(replicas)),
         reduction_seconds=measure_reductions(replicas),
         all_reduce_seconds=sums.seconds,
         activation_bytes=tuple(one.activations for one in saved),

@@ -11,11 +11,11 @@ import keras
 import tensorflow as tf
 
 from tfpar.pipeline.analysis.step_timing import run_seconds
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.peers import Peers
-from tfpar.pipeline.execution.stage_chain import StepPrograms
-from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.step_compiler import CompiledStep
 from tfpar.pipeline.schedule.links import Link, fit_link
+from tfpar.pipeline.stages.compiled_stage import CompiledStage
+from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.placement.owners import num_bytes
 from tfpar.reduction.gradient_addition import sum_of
 
@@ -25,7 +25,7 @@ _MESSAGE_BYTES = (16 << 10, 256 << 10, 1 << 20, 8 << 20)
 _GRADIENTS_PER_MESSAGE = 4
 
 
-def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
+def measure_reductions(replicas: Sequence[CompiledStages]) -> tuple[float, ...]:
     """Measure the sum of the gradients of each stage over replicas, and the copies of the new weights.
 
     Args:
@@ -35,7 +35,7 @@ def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
         Seconds for each stage; nothing for one replica.
 
     Example:
-        >>> measure_reductions([Programs([], (), {})])
+        >>> measure_reductions([CompiledStages([], (), {})])
         ()
     """
     if len(replicas) == 1:
@@ -43,7 +43,7 @@ def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
     return tuple(_seconds(same) for same in zip(*(one.stages for one in replicas), strict=True))
 
 
-def _seconds(replicas: Sequence[StageProgram]) -> float:
+def _seconds(replicas: Sequence[CompiledStage]) -> float:
     parameters, devices = replicas[0].parameters, [one.device for one in replicas]
     gradients = []
     for device in devices:
@@ -75,13 +75,13 @@ class WorkerSums(NamedTuple):
     has_rows: bool = False
 
 
-def measure_all_reduces(programs: StepPrograms, peers: Peers | None) -> WorkerSums:
+def measure_all_reduces(step: CompiledStep, peers: Peers | None) -> WorkerSums:
     """Measure all-reduces of a few sizes, and compute that of the gradients of each stage from them.
 
     All workers must call it.
 
     Args:
-        programs: The compiled stages and the loss.
+        step: The compiled stages and the loss.
         peers: The other workers; None for none.
 
     Returns:
@@ -89,10 +89,10 @@ def measure_all_reduces(programs: StepPrograms, peers: Peers | None) -> WorkerSu
     """
     if peers is None:
         return WorkerSums()
-    found = [_gradients_of(program) for program in programs.programs.stages]
-    of_loss = sum(map(num_bytes, programs.loss.parameters))  # summed with those of the last stage
+    found = [_gradients_of(stage) for stage in step.stages.stages]
+    of_loss = sum(map(num_bytes, step.loss.parameters))  # summed with those of the last stage
     sizes = [size + of_loss * (stage == len(found) - 1) for stage, (size, _) in enumerate(found)]
-    link = measure_link(peers, programs.programs.stages[-1].device, max(sizes))
+    link = measure_link(peers, step.stages.stages[-1].device, max(sizes))
     return WorkerSums(tuple(link.seconds(size) if size else 0.0 for size in sizes), any(rows for _, rows in found))
 
 
@@ -117,9 +117,9 @@ def _all_reduce_seconds(peers: Peers, device: str, size_bytes: int) -> float:
     return statistics.median(run_seconds(lambda: peers.add_gradients(gradients, weights)))
 
 
-def _gradients_of(program: StageProgram) -> tuple[int, bool]:
+def _gradients_of(stage: CompiledStage) -> tuple[int, bool]:
     """Return the bytes of the dense gradients of a stage, and whether it has rows of lookups."""
-    gradients = program.trace.backward.weight_gradients
-    pairs = list(zip(program.parameters, gradients, strict=True))
+    gradients = stage.trace.backward.weight_gradients
+    pairs = list(zip(stage.parameters, gradients, strict=True))
     dense = [parameter for parameter, gradient in pairs if not isinstance(gradient, tuple | type(None))]
     return sum(map(num_bytes, dense)), any(isinstance(gradient, tuple) for gradient in gradients)

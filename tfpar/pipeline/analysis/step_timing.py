@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from tfpar._compat import keras_optimizer, keras_optimizer_copy, tf_determinism, tf_function
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.simulator import Durations, Span, Timeline
+from tfpar.pipeline.stages.compiler import CompiledStages
 
 Timed = Callable[[Schedule], tuple[tf.Tensor, list[tf.Tensor]]]
 _RUNS = 5
@@ -132,14 +132,14 @@ def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int)
     return max(0.0, statistics.median(seconds or [0.0]))
 
 
-def measure_updates(optimizer: keras.Optimizer, programs: Programs, num_replicas: int = 1) -> tuple[float, ...]:
+def measure_updates(optimizer: keras.Optimizer, stages: CompiledStages, num_replicas: int = 1) -> tuple[float, ...]:
     """Estimate the duration of the optimizer's update of each stage.
 
     The function measures the update of the largest weight of a stage, and scales it by the number of parameters.
 
     Args:
         optimizer: The optimizer. A copy of it updates a copy of the weight.
-        programs: The compiled stages, with their weights.
+        stages: The compiled stages, with their weights.
         num_replicas: The number of replicas, each of which updates a part of the weights.
 
     Returns:
@@ -151,7 +151,7 @@ def measure_updates(optimizer: keras.Optimizer, programs: Programs, num_replicas
         >>> len(measure_updates(keras.optimizers.SGD(), SimpleNamespace(stages=[stage])))
         1
     """
-    seconds = (_update_seconds(optimizer, program.parameters, program.device) for program in programs.stages)
+    seconds = (_update_seconds(optimizer, stage.parameters, stage.device) for stage in stages.stages)
     return tuple(one / num_replicas for one in seconds)
 
 

@@ -1,1 +1,1 @@
-"""A step of a pipeline as one TensorFlow graph."""
+"""The execution of a schedule: the steps of a pipeline as TensorFlow graphs."""

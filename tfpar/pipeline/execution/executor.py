@@ -12,94 +12,80 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle
-from tfpar.pipeline.execution.compiled_stages import Programs
-from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
-from tfpar.pipeline.execution.loss_program import LossPart
+from tfpar.pipeline.execution.live_tensors import Key
 from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches, host_of
-from tfpar.pipeline.execution.row_gradients import RowSums
-from tfpar.pipeline.execution.stage_functions import BackwardResults
-from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, copies_on, places_of, sum_on
+from tfpar.pipeline.execution.row_sums import RowSums
+from tfpar.pipeline.execution.step_loss import StepLoss
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, needs_queues
+from tfpar.pipeline.stages.bundles import Bundle
+from tfpar.pipeline.stages.compiled_stage import BackwardResults
+from tfpar.pipeline.stages.compiler import CompiledStages
+from tfpar.pipeline.stages.values import MaskedTensor, Place, copies_on, places_of, sum_on
 from tfpar.reduction.gradient_addition import plus, tensors_of
-
-
-class Loss(Protocol):
-    """Computes the loss after the last stage.
-
-    Attributes:
-        takes_outputs: Whether it takes the outputs of all micro-batches together.
-    """
-
-    takes_outputs: bool
-
-    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart | None:
-        """Add the loss of a micro-batch to that of the batch; None for a loss of the whole batch."""
 
 
 class Execution:
     """One run of a schedule over the micro-batches of one global batch, while a step is traced.
 
     Args:
-        programs: The compiled stages.
+        compiled: The compiled stages.
+        variables: The weights and states of the step, and the tensors that it holds.
         microbatches: The micro-batches of the batch.
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
         factors: Returns for a micro-batch the weight of each added loss in the loss of the batch, in the order of the
             stages; None for a prediction.
         loss: Computes the loss of a micro-batch; None for a prediction. A prediction collects the outputs, and so does
             a loss that takes those of all micro-batches.
-        loss_variables: The states that the loss reads and changes, and the weights that it reads.
         sums_in_call: The sum and weight over the whole batch of each loss computed by a layer, in the order of the
             stages, float64 `[losses, 2]`; None where no loss is computed.
         first_microbatch: The index in the batch of micro-batch 0 of the schedule.
         timed: Whether to measure when each action runs.
 
     Attributes:
+        stages: The compiled passes of each stage.
         moments: Each timed action with its begin and end in seconds of TensorFlow's clock, float64 scalars.
     """
 
     def __init__(
         self,
-        programs: Programs,
+        compiled: CompiledStages,
+        variables: StepVariables,
         microbatches: Microbatches,
         scale: tf.Tensor,
         factors: Callable[[Microbatch], Sequence[tf.Tensor]] | None = None,
-        loss: Loss | None = None,
-        loss_variables: tuple[Sequence[keras.Variable], Sequence[keras.Variable]] = ((), ()),
+        loss: StepLoss | None = None,
         sums_in_call: tf.Tensor | None = None,
         *,
         first_microbatch: int = 0,
         timed: bool = False,
     ) -> None:
-        self._programs, self.microbatches = programs, microbatches
+        self.stages, self._outputs, self._specs = compiled.stages, compiled.outputs, compiled.specs
+        self.variables, self.live, self.microbatches = variables, variables.live, microbatches
         self._timed, self._added_factors, self._loss, self._first_microbatch = timed, factors, loss, first_microbatch
-        self.devices = [program.device for program in programs.stages]
-        self._groups = {program.device: program.devices for program in programs.stages}
+        self.devices = [compiled.device for compiled in self.stages]
+        self._groups = {compiled.device: compiled.devices for compiled in self.stages}
         self._loss_places: list[str] = []
-        sizes = [len(program.ways) for program in programs.stages]
+        sizes = [len(compiled.ways) for compiled in self.stages]
         sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
         # Each device has its own, or a loop would send them in every iteration.
         of_stages = zip(tf.split(sums, sizes), self.devices, strict=True)
-        self._sums_in_call = [MaskedTensor(one).on(device).tensor for one, device in of_stages]
+        self._sums_in_call = [MaskedTensor(of_stage).on(device).tensor for of_stage, device in of_stages]
         self._scales = [MaskedTensor(scale).on(device).tensor for device in self.devices]
-        self.live = LiveTensors()
-        self.variables = StepVariables(programs.stages, self.live, *loss_variables)
-        self._producers = {value: i for i, one in enumerate(programs.stages) for value in one.stage.computed}
+        self._producers = {value: i for i, stage in enumerate(self.stages) for value in stage.stage.computed}
         self._last_uses = self._find_last_uses()
         self._rows = [
-            RowSums(self.live, stage, program.trace.backward.sums, program.kinds, program.device)
-            for stage, program in enumerate(programs.stages)
+            RowSums(self.live, stage, compiled.trace.backward.sums, compiled.kinds, compiled.device)
+            for stage, compiled in enumerate(self.stages)
         ]
         self._earlier: dict[str, Sequence[tf.Tensor]] = {}  # the ends before those of the last action, by device
         self._offset: tf.Tensor | None = None
@@ -136,9 +122,9 @@ class Execution:
     def _run_each(self, actions: Iterable[Action]) -> None:
         for action in actions:
             _, stage, number = action
-            device, program = self.devices[stage], self._programs.stages[stage]
+            device, compiled = self.devices[stage], self.stages[stage]
             if action.kind == "F":
-                values = [self.value(value, number, device) for value in program.stage.inputs]
+                values = [self.value(value, number, device) for value in compiled.stage.inputs]
                 arrived = tensors_of([value.tensor for value in values])
                 self._at(action, device, arrived, functools.partial(self._forward, stage, number, values))
             elif action.kind == "B":
@@ -171,47 +157,42 @@ class Execution:
 
         Those of a prediction have no masks, and no rows of a repeated example.
         """
-        outputs = [self._programs.specs[value] for value in self._programs.outputs]
-        specs = [(one.whole, None if self._loss is None else one.mask) for one in outputs]
-        found = self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
-        return [[MaskedTensor(*pair) for pair in of_microbatch] for of_microbatch in found]
+        outputs = [self._specs[value] for value in self._outputs]
+        specs = [(spec.whole, None if self._loss is None else spec.mask) for spec in outputs]
+        collected = self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
+        return [[MaskedTensor(*pair) for pair in of_microbatch] for of_microbatch in collected]
 
     def receive(self, number: int, gradients: Sequence[Any]) -> None:
         """Hold the gradient of each output of a micro-batch for the backward pass of the last stage.
 
         Args:
             number: The index of the micro-batch.
-            gradients: A tensor, a tuple of pieces, or None for none. A tensor is divided where the output is in pieces.
+            gradients: A tensor, a tuple of shards, or None for none. A tensor is divided where the output is sharded.
         """
         if tensors_of(gradients):
-            divided = list(map(self._as_output, self._programs.outputs, gradients))
+            divided = list(map(self._as_output, self._outputs, gradients))
             self._loss_places = places_of(self._groups[self.devices[-1]], divided)
             self.live.save(_loss_gradients(number), divided, self._loss_places)
 
     def _as_output(self, value: Value, gradient: Any) -> Any:
-        """Return the gradient of an output in pieces where the output is in pieces."""
-        spec = self._programs.specs[value]
-        if not (spec.is_in_pieces and isinstance(gradient, tf.Tensor)):
+        """Return the gradient of an output, in shards where the output is sharded."""
+        spec = self._specs[value]
+        if not (spec.is_sharded and isinstance(gradient, tf.Tensor)):
             return gradient
         with tf.device(self.devices[-1]):
-            pieces = tuple(tf.split(gradient, [piece.shape[-1] for piece in spec.spec], axis=-1))
-        return copies_on(self._groups[self.devices[-1]], pieces)
+            shards = tuple(tf.split(gradient, [shard.shape[-1] for shard in spec.spec], axis=-1))
+        return copies_on(self._groups[self.devices[-1]], shards)
 
     def sums(self) -> list[list[Any]]:
-        """Return for each stage the gradients of its weights, summed over micro-batches, as `StageProgram.sums` does.
+        """Return for each stage the gradients of its weights, summed over micro-batches, as `CompiledStage.sums` does.
 
         A stage without a backward pass has none.
         """
-        found = []
-        for stage, program in enumerate(self._programs.stages):
+        sums = []
+        for stage, compiled in enumerate(self.stages):
             totals = self.live.take(Key("totals", stage))
-            found.append([] if totals is None else program.sums(totals, self._rows[stage].total()))
-        return found
-
-    @property
-    def programs(self) -> Programs:
-        """The compiled stages."""
-        return self._programs
+            sums.append([] if totals is None else compiled.sums(totals, self._rows[stage].total()))
+        return sums
 
     @property
     def losses(self) -> list[tf.Tensor]:
@@ -236,30 +217,30 @@ class Execution:
     def _find_last_uses(self) -> dict[tuple[Value, str], int]:
         """Return the last stage of each device that takes a value; the loss takes the outputs after the last stage."""
         uses = {}
-        for index, program in enumerate(self._programs.stages):
-            uses.update({(value, program.device): index for value in program.stage.inputs})
-        return uses | {(value, self.devices[-1]): len(self.devices) - 1 for value in self._programs.outputs}
+        for index, compiled in enumerate(self.stages):
+            uses.update({(value, compiled.device): index for value in compiled.stage.inputs})
+        return uses | {(value, self.devices[-1]): len(self.devices) - 1 for value in self._outputs}
 
     def value(self, value: Value, number: int, device: str) -> MaskedTensor:
         """Return a value of a micro-batch on a device; it was sent there once, as soon as it was computed."""
         if value not in self._producers:
-            given = self.microbatch(number, device).values[value, device]
+            entry = self.microbatch(number, device).values[value, device]
             with tf.device(device):
-                return MaskedTensor(tf.nest.map_structure(tf.identity, given, expand_composites=True))
+                return MaskedTensor(tf.nest.map_structure(tf.identity, entry, expand_composites=True))
         return MaskedTensor(*self.live[Key("value", (value, device), number)])
 
     def _upstream(self, stage: int, number: int) -> list[Any]:
         """Return the summed gradient of each output of a stage; those of the last stage come from the loss."""
-        outputs, device = self._programs.stages[stage].stage.outputs, self.devices[stage]
+        outputs, device = self.stages[stage].stage.outputs, self.devices[stage]
         if stage == len(self.devices) - 1:
             of_loss = self.live.take_saved(_loss_gradients(number), self._loss_places, [])
-            pairs = list(zip(self._programs.outputs, of_loss, strict=False))
-            found = [[gradient for output, gradient in pairs if output is value] for value in outputs]
+            pairs = list(zip(self._outputs, of_loss, strict=False))
+            per_output = [[gradient for output, gradient in pairs if output is value] for value in outputs]
         else:
             sources = range(len(self.devices) - 1, -1, -1)
             keys = [[Key("gradient", (value, source), number) for source in sources] for value in outputs]
-            found = [[self.live.take(key) for key in of_value] for of_value in keys]
-        return [sum_on(self._groups[device], gradients) for gradients in found]
+            per_output = [[self.live.take(key) for key in of_value] for of_value in keys]
+        return [sum_on(self._groups[device], gradients) for gradients in per_output]
 
     def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int, number: int) -> None:
         """Send gradients of values to the devices that computed the values."""
@@ -289,19 +270,20 @@ class Execution:
         self.live[Key("end", device)], self._earlier[device] = done, before
 
     def _forward(self, stage: int, number: int, values: list[MaskedTensor]) -> list[tf.Tensor]:
-        program, device, scale = self._programs.stages[stage], self.devices[stage], self._scales[stage]
-        one = self.microbatch(number, device)
-        factors, weights = self._factors(stage, one), self._weights_of(stage)
+        compiled, device, scale = self.stages[stage], self.devices[stage], self._scales[stage]
+        microbatch = self.microbatch(number, device)
+        factors, weights = self._factors(stage, microbatch), self._weights_of(stage)
         scales = scale * (tf.stack(factors) if factors else tf.zeros([0], scale.dtype))
-        place = Place(self.number(number, device), one.part, self._sums_in_call[stage])
-        done = program.forward(weights, self.variables.states(stage, number), values, place, scales, one.rows)
-        ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][: program.num_ends]
-        self._publish(program.stage, done.outputs, done.masks, number)
-        self.variables.note(stage, number, done.new_states, one)
-        if done.saved and program.trains:
-            self.live.save(Key("saved", stage, number), done.saved, program.saved_places[0])
+        place = Place(self.number(number, device), microbatch.part, self._sums_in_call[stage])
+        states = self.variables.states(stage, number)
+        done = compiled.forward(weights, states, values, place, scales, microbatch.rows)
+        ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][: compiled.num_ends]
+        self._publish(compiled.stage, done.outputs, done.masks, number)
+        self.variables.note(stage, number, done.new_states, microbatch)
+        if done.saved and compiled.trains:
+            self.live.save(Key("saved", stage, number), done.saved, compiled.saved_places[0])
         for factor, loss in zip(factors, done.losses, strict=False):
-            self.add("added losses", stage, factor * tf.cast(loss, factor.dtype))
+            self.live.add(Key("added losses", stage), factor * tf.cast(loss, factor.dtype))
         if stage == len(self.devices) - 1:
             ends = [*ends, *self._end_forward(number)]
         for (value, device), last in self._last_uses.items():
@@ -312,14 +294,17 @@ class Execution:
     def _end_forward(self, number: int) -> list[tf.Tensor]:
         """Compute the loss of a micro-batch, or collect its outputs."""
         device = self.devices[-1]
-        outputs = [self.value(value, number, device) for value in self._programs.outputs]
+        outputs = [self.value(value, number, device) for value in self._outputs]
         ends: list[tf.Tensor] = []
-        part = None if self._loss is None else self._loss(self, number, outputs)
-        if part is not None:
-            self.receive(number, part.gradients)
-            ends = [part.value, *tensors_of(part.gradients)][: self._programs.stages[-1].num_ends]
+        result = None
+        if self._loss is not None:
+            index, microbatch = self.number(number, device), self.microbatch(number, device)
+            result = self._loss.add(number, index, microbatch, outputs)
+        if result is not None:
+            self.receive(number, result.gradients)
+            ends = [result.value, *tensors_of(result.gradients)][: self.stages[-1].num_ends]
         if self._loss is None or self._loss.takes_outputs:
-            collected = map(functools.partial(self._collected, number), self._programs.outputs, outputs)
+            collected = map(functools.partial(self._collected, number), self._outputs, outputs)
             self.live.enqueue(Key("outputs", "model"), list(collected), device)
         self.variables.end_forward(number)
         return ends
@@ -328,7 +313,7 @@ class Execution:
         whole = output.whole(*self._groups[self.devices[-1]])
         if self._loss is None:
             return self._counted_rows(number, whole), None
-        return whole, None if self._programs.specs[value].mask is None else output.mask
+        return whole, None if self._specs[value].mask is None else output.mask
 
     def _counted_rows(self, number: int, output: Any) -> Any:
         """Return the rows of an output, any number for each example; none of a repeated example."""
@@ -337,11 +322,6 @@ class Execution:
         with tf.device(host_of(self.devices[-1])):
             last = tf.where(self.microbatch(number, self.devices[-1]).num_counted > 0, num_rows, 0)
         return data.take_rows(output, 0, last)
-
-    def add(self, role: str, owner: int | str, value: tf.Tensor) -> None:
-        """Add to a sum over the micro-batches."""
-        key = Key(role, owner)
-        self.live[key] = value if key not in self.live else self.live[key] + value
 
     def _publish(self, stage: Stage, tensors: Sequence[Any], masks: Sequence[Any], number: int) -> None:
         """Send the outputs that a stage computes to the devices of later stages."""
@@ -354,32 +334,32 @@ class Execution:
     def _factors(self, stage: int, microbatch: Microbatch) -> list[tf.Tensor]:
         if self._added_factors is None:
             return []
-        counts = [program.num_losses for program in self._programs.stages]
+        counts = [compiled.num_losses for compiled in self.stages]
         first = sum(counts[:stage])
         return list(self._added_factors(microbatch)[first : first + counts[stage]])
 
     def _backward(self, stage: int, number: int, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
-        program, key, weights = self._programs.stages[stage], Key("totals", stage), self._weights_of(stage)
-        saved = self.live.take_saved(Key("saved", stage, number), program.saved_places[0], [])
-        totals = None if program.splits_backward else self.live.get(key)
-        done = program.backward(weights, saved, upstream, totals, self.microbatch(number, program.device).rows)
-        self._send(done.input_gradients, program.stage.inputs, stage, number)
-        if program.splits_backward:
-            self.live.save(Key("saved for W", stage, number), done.saved, program.saved_places[1])
+        compiled, key, weights = self.stages[stage], Key("totals", stage), self._weights_of(stage)
+        saved = self.live.take_saved(Key("saved", stage, number), compiled.saved_places[0], [])
+        totals = None if compiled.splits_backward else self.live.get(key)
+        done = compiled.backward(weights, saved, upstream, totals, self.microbatch(number, compiled.device).rows)
+        self._send(done.input_gradients, compiled.stage.inputs, stage, number)
+        if compiled.splits_backward:
+            self.live.save(Key("saved for W", stage, number), done.saved, compiled.saved_places[1])
         else:
             self._note_gradients(stage, done)
-        return tensors_of(done)[: program.num_ends] or [tf.zeros([])]
+        return tensors_of(done)[: compiled.num_ends] or [tf.zeros([])]
 
     def _weights_of(self, stage: int) -> Bundle:
         """Return the weights of a stage; sharded ones are on their way during the action before."""
         return self.variables.weights(stage, self._earlier.get(self.devices[stage], ()))
 
     def _weights(self, stage: int, number: int) -> list[tf.Tensor]:
-        program = self._programs.stages[stage]
-        saved = self.live.take_saved(Key("saved for W", stage, number), program.saved_places[1], [])
-        done = program.weight_gradients(self._weights_of(stage), saved, self.live.get(Key("totals", stage)))
+        compiled = self.stages[stage]
+        saved = self.live.take_saved(Key("saved for W", stage, number), compiled.saved_places[1], [])
+        done = compiled.weight_gradients(self._weights_of(stage), saved, self.live.get(Key("totals", stage)))
         self._note_gradients(stage, done)
-        return tensors_of(done)[: program.num_ends] or [tf.zeros([])]
+        return tensors_of(done)[: compiled.num_ends] or [tf.zeros([])]
 
     def _note_gradients(self, stage: int, done: BackwardResults) -> None:
         self.live[Key("totals", stage)] = done.totals

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar.pipeline.execution import queues
-from tfpar.pipeline.execution.bundles import Devices
+from tfpar.pipeline.stages.bundles import Devices
 
 
 class Key(NamedTuple):
@@ -64,6 +64,10 @@ class LiveTensors:
     def take(self, key: Key, default: Any = None) -> Any:
         """Return what is held under a key, and hold it no longer."""
         return self._held.pop(key, default)
+
+    def add(self, key: Key, value: tf.Tensor) -> None:
+        """Add a tensor to the sum under a key."""
+        self._held[key] = self._held[key] + value if key in self._held else value
 
     def of_role(self, role: str) -> list[Key]:
         """Return the keys of a role, in the order in which their tensors were first held."""

@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_distribute
-from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.execution.peers import LocalPart
-from tfpar.pipeline.execution.row_padding import Rows
 from tfpar.pipeline.graph.ir import Value
+from tfpar.pipeline.stages.bundles import is_copied
+from tfpar.pipeline.stages.padding import Rows
 
 HOST = "CPU:0"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfpar.pipeline.execution.bundles import Devices
+from tfpar.pipeline.stages.bundles import Devices
 
 Queue = list[tf.Tensor]  # a list on each device, and one on the host for integers of 32 bits, as in a bundle
 

@@ -19,28 +19,16 @@ import tensorflow as tf
 
 from tfpar._compat import tf_graph
 from tfpar.pipeline.execution.executor import Execution
-from tfpar.pipeline.execution.loss_program import LossProgram
 from tfpar.pipeline.execution.peers import Peers
-from tfpar.pipeline.execution.row_gradients import added, added_over_workers, joined
-from tfpar.pipeline.execution.stage_chain import BatchLoss
-from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.row_sums import added, added_over_workers, joined
 from tfpar.pipeline.execution.state_changes import added_changes, sums_of_pairs, values_after
+from tfpar.pipeline.execution.step_loss import StepLoss
 from tfpar.pipeline.execution.whole_batch import compute_on_whole_batch
+from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, segments
+from tfpar.pipeline.stages.compiled_stage import CompiledStage
 from tfpar.reduction.gradient_addition import plus
-
-
-class ReplicaContext(NamedTuple):
-    """The execution of the micro-batches of one replica.
-
-    Args:
-        execution: The actions on them.
-        loss: Their loss.
-    """
-
-    execution: Execution
-    loss: BatchLoss
 
 
 def named(replica: int) -> contextlib.AbstractContextManager[Any]:
@@ -66,23 +54,29 @@ class StepResults(NamedTuple):
 
 
 def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n([tf.cast(one, keras.config.floatx()) for one in losses])
+    return tf.add_n([tf.cast(loss, keras.config.floatx()) for loss in losses])
 
 
 class StepContext:
     """The execution of one batch on all replicas.
 
     Args:
-        replicas: Those of this process.
+        executions: The actions of each replica of this process.
+        losses: The loss of each replica.
         peers: The other workers of a job; None for none.
         reads_inputs: Whether a loss or a metric that takes the whole batch reads its inputs.
     """
 
     def __init__(
-        self, replicas: Sequence[ReplicaContext], peers: Peers | None = None, *, reads_inputs: bool = False
+        self,
+        executions: Sequence[Execution],
+        losses: Sequence[StepLoss],
+        peers: Peers | None = None,
+        *,
+        reads_inputs: bool = False,
     ) -> None:
-        self.replicas, self._peers, self._reads_inputs = replicas, peers, reads_inputs
-        self.num_examples = replicas[0].execution.microbatches.num_examples
+        self.executions, self._losses, self._peers, self._reads_inputs = executions, losses, peers, reads_inputs
+        self.num_examples = executions[0].microbatches.num_examples
 
     def run(self, actions: Sequence[Action], *, loops: bool = True) -> None:
         """Add the actions of each replica to the graph: its forward passes first, if the loss takes the whole batch.
@@ -91,24 +85,24 @@ class StepContext:
             actions: The actions of one replica in a topological order.
             loops: Whether actions that repeat with later micro-batches are loops.
         """
-        loss = self.replicas[0].loss
+        loss = self._losses[0]
         later = [action for action in actions if loss.takes_whole and action.kind != "F"]
         first = [action for action in actions if action.kind == "F"] if loss.takes_whole else actions
         before, after = (segments(some) if loops else [Segment(tuple(some))] for some in (first, later))
         self._run(before, after)
         if loss.takes_outputs:
-            compute_on_whole_batch(self.replicas, self._peers, reads_inputs=self._reads_inputs)
+            compute_on_whole_batch(self.executions, loss, self._peers, reads_inputs=self._reads_inputs)
         self._run(after, before)
 
     def _run(self, some: Sequence[Segment], others: Sequence[Segment]) -> None:
-        for number, replica in enumerate(self.replicas):
+        for number, execution in enumerate(self.executions):
             with named(number):
-                replica.execution.run(some, others)
+                execution.run(some, others)
 
     @property
     def ends(self) -> list[tf.Tensor]:
         """Tensors after which all actions have run."""
-        return [end for replica in self.replicas for end in replica.execution.ends]
+        return [end for execution in self.executions for end in execution.ends]
 
     def gradients(self) -> dict[int, Any]:
         """Return the gradient of each weight by the weight's `id`.
@@ -116,40 +110,39 @@ class StepContext:
         It is summed over the replicas, once the last backward pass of a stage has run on each; then over the stages
         that read the weight, and the loss.
         """
-        execution, loss = self.replicas[0]
-        of_loss = [sums for one in self.replicas if (sums := one.loss.sums(one.execution.live))]
-        of_stages = zip(*(one.execution.sums() for one in self.replicas), strict=True)
+        of_loss = [sums for loss in self._losses if (sums := loss.sums())]
+        of_stages = zip(*(execution.sums() for execution in self.executions), strict=True)
         users: list[tuple[Any, Any]] = [
-            *zip(execution.programs.stages, of_stages, strict=True),
-            (loss.program, of_loss),
+            *zip(self.executions[0].stages, of_stages, strict=True),
+            (self._losses[0].compiled, of_loss),
         ]
         # The workers' messages about the last stage come first, which is the first to end its backward passes.
-        per_user = [self._joined(program, sums) if any(sums) else [] for program, sums in reversed(users)][::-1]
+        per_user = [self._joined(user, sums) if any(sums) else [] for user, sums in reversed(users)][::-1]
         self._keep_pace(per_user)
-        found: dict[int, Any] = collections.defaultdict(lambda: None)
-        for (program, _), gradients in zip(users, per_user, strict=True):
-            for variable, gradient in zip(program.parameters, gradients, strict=False):
+        total: dict[int, Any] = collections.defaultdict(lambda: None)
+        for (user, _), gradients in zip(users, per_user, strict=True):
+            for variable, gradient in zip(user.parameters, gradients, strict=False):
                 with tf.device(variable.value.device):
-                    found[id(variable)] = plus(found[id(variable)], gradient)
-        return {key: gradient for key, gradient in found.items() if gradient is not None}
+                    total[id(variable)] = plus(total[id(variable)], gradient)
+        return {key: gradient for key, gradient in total.items() if gradient is not None}
 
     def _keep_pace(self, gradients: Sequence[Sequence[Any]]) -> None:
         """Let the weights of a block wait for the sums of the gradients of the block but one before.
 
         A replica that is ahead of the others would hold the gradients of all its blocks.
         """
-        for replica in self.replicas:
-            for stage, reads in replica.execution.variables.last_reads.items():
+        for execution in self.executions:
+            for stage, reads in execution.variables.last_reads.items():
                 sums = tf.nest.flatten(gradients[stage + 2 : stage + 3], expand_composites=True)
-                with tf.control_dependencies([one for one in sums if one is not None]):
+                with tf.control_dependencies([total for total in sums if total is not None]):
                     tf_graph.run_before(tf.no_op(), reads)
 
-    def _joined(self, program: StageProgram | LossProgram, replicas: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return summed gradients of the parameters of a program as tensors, slices or None."""
-        gradients = added(replicas, program.kinds, program.parameters)
+    def _joined(self, user: CompiledStage | MicrobatchLoss, replicas: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return summed gradients of the parameters of a stage or the loss as tensors, slices or None."""
+        gradients = added(replicas, user.kinds, user.parameters)
         if self._peers is not None:
-            gradients = added_over_workers(gradients, program.kinds, program.parameters, self._peers)
-        return joined(gradients, program.kinds, program.parameters)
+            gradients = added_over_workers(gradients, user.kinds, user.parameters, self._peers)
+        return joined(gradients, user.kinds, user.parameters)
 
     def results(self, penalties: Sequence[tf.Tensor]) -> StepResults:
         """Return the loss and the new states, summed over all replicas.
@@ -157,26 +150,25 @@ class StepContext:
         Args:
             penalties: The losses of weight regularizers, scalars.
         """
-        parts = [replica.loss.of_outputs(replica.execution.live) for replica in self.replicas]
-        parts = parts[:1] if self.replicas[0].loss.takes_whole else parts
-        of_outputs = [tf.add_n(list(same)) for same in zip(*parts, strict=True)]
-        metrics = sums_of_pairs([one.loss.metrics_to_add(one.execution.live) for one in self.replicas])
-        states = sums_of_pairs([one.loss.new_states(one.execution.live) for one in self.replicas])
-        changes = added_changes([replica.execution.variables.changes() for replica in self.replicas])
+        computing = self._losses[:1] if self._losses[0].takes_whole else self._losses
+        of_outputs = [tf.add_n(list(same)) for same in zip(*(loss.of_outputs() for loss in computing), strict=True)]
+        metrics = sums_of_pairs([loss.metrics_to_add() for loss in self._losses])
+        states = sums_of_pairs([loss.new_states() for loss in self._losses])
+        changes = added_changes([execution.variables.changes() for execution in self.executions])
         if self._peers is None:
-            loss = _sum([*self._losses(), *penalties])
+            loss = _sum([*self._values(), *penalties])
             return StepResults(loss, of_outputs, [*values_after(changes), *states], metrics)
         metrics = sums_of_pairs([metrics, states])  # both are sums from zero
         replaced = [change for change in changes if change.is_replaced]
         changes = [change for change in changes if not change.is_replaced]
-        given = [_sum(self._losses()), *of_outputs, *(value for _, value in metrics), *(one.change for one in changes)]
-        total = iter(self._peers.add(given))
+        sums = [value for _, value in metrics] + [change.change for change in changes]
+        total = iter(self._peers.add([_sum(self._values()), *of_outputs, *sums]))
         loss, of_outputs = _sum([next(total), *penalties]), [next(total) for _ in of_outputs]
         metrics = [(variable, next(total)) for variable, _ in metrics]
-        changes = [*replaced, *(one._replace(change=next(total)) for one in changes)]
+        changes = [*replaced, *(change._replace(change=next(total)) for change in changes)]
         return StepResults(loss, of_outputs, values_after(changes), metrics)
 
-    def _losses(self) -> list[tf.Tensor]:
+    def _values(self) -> list[tf.Tensor]:
         """Return the losses added by layers and the loss of the outputs, scalars."""
-        of_layers = [loss for replica in self.replicas for loss in replica.execution.losses]
-        return [*of_layers, *(replica.loss.value(replica.execution.live) for replica in self.replicas)]
+        of_layers = [loss for execution in self.executions for loss in execution.losses]
+        return [*of_layers, *(loss.value() for loss in self._losses)]

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle, bundled, specs_of, unbundle
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
+from tfpar.pipeline.stages.bundles import Bundle, bundled, specs_of, unbundle
 from tfpar.reduction.gradient_addition import sum_of
 
 

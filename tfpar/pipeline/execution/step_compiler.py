@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model
-from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
-from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
-from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
-from tfpar.pipeline.execution.stage_chain import StepPrograms
-from tfpar.pipeline.execution.stage_values import ValueSpec
-from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
+from tfpar.pipeline.loss.metrics_update import MetricsUpdate
+from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss, taken_after_stages
+from tfpar.pipeline.stages.compiler import CompiledStages, StageCompiler
+from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import metric_logs
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import not_dense
+
+
+class CompiledStep(NamedTuple):
+    """The compiled functions of a step.
+
+    Args:
+        stages: The stages.
+        loss: The loss, after the last stage.
+        metrics: The update of the metrics by a micro-batch; None for none.
+        takes_whole_loss: Whether `loss` is that of the whole batch, from the outputs of all micro-batches.
+        whole_metrics: The update of the metrics that take the whole batch, on the first replica; None for none.
+    """
+
+    stages: CompiledStages
+    loss: MicrobatchLoss
+    metrics: MetricsUpdate | None
+    takes_whole_loss: bool = False
+    whole_metrics: MetricsUpdate | None = None
 
 
 class StepCompiler:
@@ -37,20 +53,19 @@ class StepCompiler:
 
     def __init__(
         self,
-        stages: StagesOfModel,
+        stages: StageCompiler,
         num_microbatches: int,
         other_devices: Sequence[Sequence[str]] = (),
         agree: Callable[[Any], Any] | None = None,
     ) -> None:
         self.staged = stages.staged
         self.compilation = keras_model.compilation(self.staged.model)
-        self._stages, self._num_microbatches, self.other_devices = stages, num_microbatches, other_devices
-        self._agree = agree
+        self._stages, self.other_devices, self._agree = stages, other_devices, agree
         divides = num_microbatches > 1 or bool(other_devices) or agree is not None
         self.losses = LossReduction(self.staged.model, communicates=False, divides=divides)
-        self._compiled: dict[Any, list[StepPrograms]] = {}
+        self._compiled: dict[Any, list[CompiledStep]] = {}
 
-    def stages(self, inputs: Any, *, training: bool) -> Programs:
+    def stages(self, inputs: Any, *, training: bool) -> CompiledStages:
         """Return the compiled stages.
 
         Args:
@@ -58,18 +73,14 @@ class StepCompiler:
             training: Whether the model is trained.
         """
         trainable = tuple(map(id, self.staged.model.trainable_variables))
-        return self._stages.programs(_specs(inputs), trainable, self.losses.ways(training), training=training)
+        return self._stages.compile(_specs(inputs), trainable, self.losses.ways(training), training=training)
 
-    def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[Programs]:
+    def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[CompiledStages]:
         """Return the compiled stages of each replica; the arguments are those of `stages`."""
         first = self.stages(inputs, training=training)
         return [first, *map(first.on, self.other_devices)]
 
-    def compile(self, batch: Any, *, training: bool) -> StepPrograms:
-        """Return the compiled stages, loss and metrics of the first replica; the arguments as `compile_replicas`."""
-        return self.compile_replicas(batch, training=training)[0]
-
-    def compile_replicas(self, batch: Any, *, training: bool) -> list[StepPrograms]:
+    def compile_replicas(self, batch: Any, *, training: bool) -> list[CompiledStep]:
         """Return the compiled stages, loss and metrics of each replica.
 
         They come from a cache if the same weights are still trainable.
@@ -85,87 +96,85 @@ class StepCompiler:
         key = self._key(specs, training)
         if key not in self._compiled:
             compiled = self._compile(specs, training=training)
-            self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
+            self._compiled = {other: steps for other, steps in self._compiled.items() if other[0] != training}
             self._compiled[key] = compiled
         return self._compiled[key]
 
     def has_compiled(self, batch: Any, *, training: bool) -> bool:
-        """Return whether the programs of a batch are in the cache; the arguments as `compile_replicas`."""
+        """Return whether the functions for a batch are in the cache; the arguments as `compile_replicas`."""
         return self._key(_specs(batch), training) in self._compiled
 
     def _key(self, specs: Any, training: bool) -> tuple[Any, ...]:
         # The trained weights are fixed when a step is first traced, as in Keras.
         return training, str(specs), bool(self.staged.model.jit_compile)
 
-    def _compile(self, specs: Any, *, training: bool) -> list[StepPrograms]:
+    def _compile(self, specs: Any, *, training: bool) -> list[CompiledStep]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
         specs = taken_after_stages(self.staged.model, specs)
-        programs = self.stages(inputs, training=training)
-        verdict = self.losses.verdict(training)
-        loss = self._compile_loss(programs, specs, verdict, training=training)
+        stages, verdict = self.stages(inputs, training=training), self.losses.verdict(training)
+        loss = self._compile_loss(stages, specs, verdict, training=training)
         if training:
-            live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
-            programs = self._stages.without_dead_ends(programs, live)
-        check_own_loss(self.staged.model, programs)
-        metrics = self._compile_metrics(programs, specs, verdict, in_place=self._agree is None)
-        is_whole, whole_metrics = verdict.takes_whole_loss, self._compile_whole_metrics(programs, specs, verdict)
-        compiled = [StepPrograms(programs, loss, metrics, is_whole, whole_metrics)]
+            live = [value for value, has in zip(stages.outputs, loss.has_output_gradients, strict=True) if has]
+            stages = self._stages.without_dead_ends(stages, live)
+        check_own_loss(self.staged.model, stages)
+        metrics = self._compile_metrics(stages, specs, verdict, in_place=self._agree is None)
+        is_whole, whole_metrics = verdict.takes_whole_loss, self._compile_whole_metrics(stages, specs, verdict)
+        compiled = [CompiledStep(stages, loss, metrics, is_whole, whole_metrics)]
         for devices in self.other_devices:
-            other = programs.on(devices)
-            same = self._compile_loss(other, specs, verdict, training=training)
+            other = stages.on(devices)
+            loss = self._compile_loss(other, specs, verdict, training=training)
             metrics = self._compile_metrics(other, specs, verdict, in_place=False)
-            compiled.append(StepPrograms(other, same, metrics, is_whole, whole_metrics))
+            compiled.append(CompiledStep(other, loss, metrics, is_whole, whole_metrics))
         return compiled
 
     def _compile_metrics(
-        self, programs: Programs, specs: Any, verdict: Verdict, *, in_place: bool
+        self, stages: CompiledStages, specs: Any, verdict: Verdict, *, in_place: bool
     ) -> MetricsUpdate | None:
         if not keras_metrics.counts_metrics(self.staged.model) or verdict.whole_metrics:
             return None
-        outputs, devices = [programs.specs[value] for value in programs.outputs], programs.stages[-1].devices
+        outputs, devices = [stages.specs[value] for value in stages.outputs], stages.stages[-1].devices
         whole = metric_logs.whole_metrics(self.staged.model, verdict)
-        return compile_metrics_update(self.staged, outputs, specs, devices, whole, in_place=in_place)
+        return MetricsUpdate(self.staged, outputs, specs, devices, whole, in_place=in_place)
 
-    def _compile_whole_metrics(self, programs: Programs, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
+    def _compile_whole_metrics(self, stages: CompiledStages, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
         """Return the update of the metrics that take the whole batch; each worker computes all of it, in place."""
         whole = metric_logs.whole_metrics(self.staged.model, verdict)
         if not whole:
             return None
-        outputs, devices = [_whole(programs.specs[value]) for value in programs.outputs], programs.stages[-1].devices
+        outputs, devices = [_whole(stages.specs[value]) for value in stages.outputs], stages.stages[-1].devices
         others = metric_logs.other_metrics(self.staged.model, whole)
-        return compile_metrics_update(self.staged, outputs, specs, devices, others, in_place=True)
+        return MetricsUpdate(self.staged, outputs, specs, devices, others, in_place=True)
 
-    def _compile_loss(self, programs: Programs, specs: Any, verdict: Verdict, *, training: bool) -> LossProgram:
+    def _compile_loss(self, stages: CompiledStages, specs: Any, verdict: Verdict, *, training: bool) -> MicrobatchLoss:
         model, is_whole = self.staged.model, verdict.takes_whole_loss
         losses = LossReduction(model, communicates=False, divides=False) if is_whole else self.losses
         outputs = keras.tree.map_structure(
-            lambda value: _whole(programs.specs[value]) if is_whole else programs.specs[value],
-            self.staged.graph.outputs,
+            lambda value: _whole(stages.specs[value]) if is_whole else stages.specs[value], self.staged.graph.outputs
         )
-        in_stages = {id(state) for program in programs.stages for state in program.states}
-        own = [state for metric in keras_metrics.own_metrics(model) for state in metric.variables]
-        metric_states = [state for state in own if id(state) not in in_stages]
-        devices = programs.stages[-1].devices
-        return compile_loss(ModelLoss(model, losses, training, devices), outputs, specs, metric_states)
+        in_stages = {id(state) for stage in stages.stages for state in stage.states}
+        states = [state for metric in keras_metrics.own_metrics(model) for state in metric.variables]
+        metric_states = [state for state in states if id(state) not in in_stages]
+        return MicrobatchLoss(model, losses, training, stages.stages[-1].devices, outputs, specs, metric_states)
 
 
-def check_own_loss(model: keras.Model, programs: Programs) -> None:
+def check_own_loss(model: keras.Model, stages: CompiledStages) -> None:
     """Refuse a user's own `compute_loss` in a model with other losses, which it would have to add.
 
     Args:
         model: A compiled model.
-        programs: Its compiled stages.
+        stages: Its compiled stages.
 
     Raises:
         ValueError: If the model overrides `compute_loss`, and has a penalty on a weight or a layer that adds a loss.
     """
     penalized = [variable.path for variable in model.trainable_variables if variable.regularizer is not None]
-    adds = [program.stage.index for program in programs.stages if program.num_losses]
+    adds = [compiled.stage.index for compiled in stages.stages if compiled.num_losses]
     if keras_model.overridden(model, "compute_loss") and (penalized or adds):
         what = f"a penalty on {penalized[0]!r}" if penalized else f"an added loss in stage {adds[0]}"
         raise ValueError(
-            "In a pipeline, a model that overrides compute_loss cannot have regularizers or losses from add_loss, "
-            f"received {type(model).__name__} with {what}. Do not override compute_loss, or train on SingleDevice()."
+            "In stages and shards, a model that overrides compute_loss cannot have regularizers or losses from "
+            f"add_loss, received {type(model).__name__} with {what}. Do not override compute_loss, or train on "
+            "SingleDevice()."
         )
 
 

@@ -13,19 +13,19 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer, tf_function
 from tfpar._compat.tf_divided_memory import lasting_pieces
-from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.peers import LocalPart, Peers
-from tfpar.pipeline.execution.regularization import add_penalties
-from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
-from tfpar.pipeline.execution.stage_chain import BatchLoss, StepPrograms
+from tfpar.pipeline.execution.replicas import StepContext, named
 from tfpar.pipeline.execution.state_changes import added_changes, values_after
-from tfpar.pipeline.execution.step_compiler import StepCompiler
-from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
+from tfpar.pipeline.execution.step_compiler import CompiledStep, StepCompiler
+from tfpar.pipeline.execution.step_loss import StepLoss
+from tfpar.pipeline.execution.step_results import add_penalties, add_to_metrics, assign_states, update_loss_trackers
+from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.segments import Segment, segments
+from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.placement.devices import follow_data
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
@@ -40,7 +40,7 @@ class PipelineSteps:
         compiler: Compiles the stages, the loss and the metrics of the model.
         schedule: The order of actions of a train step in this process.
         peers: The other workers of a job; None for none.
-        apply: Runs the optimizer in a step, with gradients and their weights, of a divided weight its pieces; None for
+        apply: Runs the optimizer in a step, with gradients and their weights, of a divided weight its shards; None for
             all of it in this process.
     """
 
@@ -73,13 +73,13 @@ class PipelineSteps:
     @functools.cached_property
     def _takers(self) -> list[list[tuple[Value, str]]]:
         """The inputs of the graph, each with the devices that take it, for each replica."""
-        graph, found = self._staged.graph, list[list[tuple[Value, str]]]()
+        graph, takers = self._staged.graph, list[list[tuple[Value, str]]]()
         for devices in self._devices:
             stages = zip(self._staged.stages, devices, strict=True)
             pairs = [(value, device) for stage, device in stages for value in stage.inputs]
             pairs += [(value, devices[-1]) for value in keras.tree.flatten(graph.outputs)]
-            found.append(list(dict.fromkeys(pair for pair in pairs if pair[0] in graph.inputs)))
-        return found
+            takers.append(list(dict.fromkeys(pair for pair in pairs if pair[0] in graph.inputs)))
+        return takers
 
     @property
     def _devices(self) -> list[Sequence[str]]:
@@ -114,7 +114,7 @@ class PipelineSteps:
         part = None if num_counted is None else LocalPart(num_counted, num_counted)
         whole = Microbatches((inputs, *others), self._schedule.num_microbatches, part=part)
         numbers = [range(first, first + self._schedule.microbatches_per_replica) for first in self._first_microbatches]
-        return [whole.share(*one, others) for one in zip(numbers, of_replicas, strict=True)]
+        return [whole.share(*of_replica, others) for of_replica in zip(numbers, of_replicas, strict=True)]
 
     def train_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss of the global batch, a scalar.
@@ -132,7 +132,7 @@ class PipelineSteps:
         # Updates come after all operations that read weights.
         with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
-            weights = [one for weight in self._model.trainable_variables for one in lasting_pieces(weight)]
+            weights = [shard for weight in self._model.trainable_variables for shard in lasting_pieces(weight)]
             if weights:  # without any gradient, the optimizer raises
                 self._apply([after.get(id(weight)) for weight in weights], weights)
         return loss
@@ -160,29 +160,31 @@ class PipelineSteps:
             inputs: The inputs of the model, for a global batch or for the local batch of this worker.
             part: As for `train_step`.
         """
-        programs, executions = self._forward_passes(inputs, part)
+        compiled, executions = self._forward_passes(inputs, part)
         for execution in executions:
             execution.run(segments(self._forward_actions()))
         changes = added_changes([execution.variables.changes() for execution in executions])
         assign_states(values_after(changes), [end for execution in executions for end in execution.ends])
-        parts = [[one.tensor for one in part] for execution in executions for part in execution.outputs()]
+        collected = [outputs for execution in executions for outputs in execution.outputs()]
+        tensors = [[output.tensor for output in outputs] for outputs in collected]
         with tf.device(self._last_device):
-            whole = [data.join_batches(list(ones)) for ones in zip(*parts, strict=True)]
+            whole = [data.join_batches(list(of_output)) for of_output in zip(*tensors, strict=True)]
         if self._peers is not None:
             whole = self._peers.all_gather(whole, self._last_device)
         with tf.device(self._last_device):
-            specs = [programs[0].specs[value] for value in programs[0].outputs]
-            outputs = [spec.received(one, None) for spec, one in zip(specs, whole, strict=True)]
-        return self._staged.packed_outputs(outputs)
+            specs = [compiled.specs[value] for value in compiled.outputs]
+            received = [spec.received(tensor, None) for spec, tensor in zip(specs, whole, strict=True)]
+        return self._staged.packed_outputs(received)
 
-    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[list[Programs], list[Execution]]:
-        """Return the programs of each replica for a prediction, and their execution."""
+    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[CompiledStages, list[Execution]]:
+        """Return the stages of the first replica for a prediction, and the execution of each replica."""
         with tf_function.outside_of_functions():
-            programs = self.compiler.stages_of_replicas(inputs, training=False)
-        microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
-        return programs, [
-            Execution(of_one, of_replica, one, first_microbatch=first)
-            for of_one, of_replica, first in zip(programs, microbatches, self._first_microbatches, strict=True)
+            stages = self.compiler.stages_of_replicas(inputs, training=False)
+        microbatches, scale = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
+        replicas = zip(stages, microbatches, self._first_microbatches, strict=True)
+        return stages[0], [
+            Execution(compiled, StepVariables(compiled.stages), of_replica, scale, first_microbatch=first)
+            for compiled, of_replica, first in replicas
         ]
 
     def run_again(self, batch: Any, part: LocalPart | None, kind: str) -> None:
@@ -219,9 +221,9 @@ class PipelineSteps:
         context.run(schedule.of_one_replica.in_order(), loops=False)
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
         moments = {}
-        for number, replica in enumerate(context.replicas):
+        for number, execution in enumerate(context.executions):
             first = number * schedule.microbatches_per_replica
-            for (kind, stage, microbatch), begin, end in replica.execution.moments:
+            for (kind, stage, microbatch), begin, end in execution.moments:
                 moments[Action(kind, stage, first + microbatch)] = [begin, end]
         return tf.stack([tf.stack(moments[action]) for action in schedule.in_order()]), sums
 
@@ -232,14 +234,14 @@ class PipelineSteps:
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
         plain = _plain(batch)
-        found = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
+        microbatches = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
         if isinstance(batch, StagedBatch):
             rows = zip(batch.shares, self._takers, self._devices, strict=True)
-            return [found.reading(share, takers, devices[-1]) for share, takers, devices in rows]
+            return [microbatches.reading(share, takers, devices[-1]) for share, takers, devices in rows]
         with tf.device(HOST):
             values = self._staged.flat_inputs(plain[0])
         whole = (Share(None, [values[value] for value, _ in takers], None) for takers in self._takers)
-        return [found.reading(share, takers, None) for share, takers in zip(whole, self._takers, strict=True)]
+        return [microbatches.reading(share, takers, None) for share, takers in zip(whole, self._takers, strict=True)]
 
     def _loss_scale(self) -> tf.Tensor:
         with tf.device(self._last_device):
@@ -258,51 +260,56 @@ class PipelineSteps:
     ) -> StepContext:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
         of_replicas, peers = self._cut(batch, part, training=training), None if timed or alone else self._peers
-        microbatches = of_replicas[0]
         batch = _plain(batch)
         with tf_function.outside_of_functions():
-            compiled, *others = self.compiler.compile_replicas(batch, training=training)
+            steps = self.compiler.compile_replicas(batch, training=training)
         divisors = tf.zeros([0], tf.float64)
-        if compiled.loss.num_divisors:
+        if steps[0].loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
-            local = compiled.loss.loss.divisors(batch, data.num_rows(batch), call)
-            divisors = _over_workers(local, microbatches, peers)
-
-        num_added = sum(program.num_losses for program in compiled.programs.stages)
-
-        def factors(one: Microbatch) -> Sequence[tf.Tensor]:
-            weights = BatchWeights(one.example_weight, one.size, one.num_examples)
-            return self.compiler.losses.added_factors(training, weights, num_added)
-
+            local = steps[0].loss.divisors(batch, data.num_rows(batch), call)
+            divisors = _over_workers(local, of_replicas[0], peers)
         sums = None if timed else self._sums_in_call(batch, training)
-        sums = None if sums is None else _over_workers(sums, microbatches, peers)
+        sums = None if sums is None else _over_workers(sums, of_replicas[0], peers)
+        factors = self._added_factors(steps[0], training)
 
-        def begin(replica: int, one: StepPrograms, first_microbatch: int) -> ReplicaContext:
+        def begin(replica: int, step: CompiledStep, first_microbatch: int) -> tuple[Execution, StepLoss]:
             with named(replica):
+                variables = StepVariables(step.stages.stages, step.loss.layer_states, step.loss.parameters)
                 adds = replica > 0 or self._peers is not None
-                loss = BatchLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
+                loss = StepLoss(step, variables, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
                 execution = Execution(
-                    one.programs, of_replicas[replica], scale, factors, loss, loss.variables, sums,
+                    step.stages, variables, of_replicas[replica], scale, factors, loss, sums,
                     first_microbatch=first_microbatch, timed=timed,
                 )  # fmt: skip
-            return ReplicaContext(execution, loss)
+            return execution, loss
 
-        replicas = list(map(begin, itertools.count(), [compiled, *others], self._first_microbatches))
+        pairs = list(map(begin, itertools.count(), steps, self._first_microbatches))
+        executions, losses = [execution for execution, _ in pairs], [loss for _, loss in pairs]
         reads_inputs = self.compiler.losses.verdict(training).reads_inputs
-        return StepContext(replicas, peers, reads_inputs=reads_inputs)
+        return StepContext(executions, losses, peers, reads_inputs=reads_inputs)
+
+    def _added_factors(self, step: CompiledStep, training: bool) -> Callable[[Microbatch], Sequence[tf.Tensor]]:
+        """Return a function that gives the weight of each added loss of a micro-batch in the loss of the batch."""
+        num_added = sum(stage.num_losses for stage in step.stages.stages)
+
+        def factors(microbatch: Microbatch) -> Sequence[tf.Tensor]:
+            weights = BatchWeights(microbatch.example_weight, microbatch.size, microbatch.num_examples)
+            return self.compiler.losses.added_factors(training, weights, num_added)
+
+        return factors
 
     def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
         """Return the sums and weights of the whole batch that losses computed by layers need.
 
         TensorFlow prunes all operations of the model that they do not depend on.
         """
-        ways, found = self.compiler.losses.ways(training), list[tf.Tensor]()
+        ways, sums = self.compiler.losses.ways(training), list[tf.Tensor]()
         if not needs_pass(ways):
             return None
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with keras.StatelessScope(), counting(ways, found):
+        with keras.StatelessScope(), counting(ways, sums):
             self._staged.call(inputs, training)
-        return tf.stack(found)
+        return tf.stack(sums)
 
     def _finish(self, batch: Any, context: StepContext, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; assign new states and update the tracked losses."""

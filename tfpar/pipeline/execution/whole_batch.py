@@ -17,13 +17,13 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, host_of, rows_between
-from tfpar.pipeline.execution.model_loss import taken_after_stages
 from tfpar.pipeline.execution.peers import Peers
-from tfpar.pipeline.execution.stage_chain import BatchLoss
-from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.pipeline.execution.step_loss import StepLoss
+from tfpar.pipeline.loss.microbatch_loss import taken_after_stages
+from tfpar.pipeline.stages.bundles import is_copied
+from tfpar.pipeline.stages.values import MaskedTensor
 from tfpar.reduction.whole_batch import not_dense
 
 
@@ -44,30 +44,31 @@ class _Part(NamedTuple):
 
 
 def compute_on_whole_batch(
-    replicas: Sequence[tuple[Execution, BatchLoss]], peers: Peers | None, *, reads_inputs: bool
+    executions: Sequence[Execution], loss: StepLoss, peers: Peers | None, *, reads_inputs: bool
 ) -> None:
     """Compute the loss of all micro-batches and the metrics that take it, and give each its gradients.
 
     Args:
-        replicas: The executions of this process, whose forward passes have run.
+        executions: Those of this process, whose forward passes have run.
+        loss: The loss of the first one.
         peers: The other workers of a job; None for none.
         reads_inputs: Whether an overridden method of the model takes the inputs of the whole batch.
     """
-    execution, loss = replicas[0]
-    device = loss.program.device
-    parts = [part for replica, _ in replicas for part in _parts(replica, device)]
+    first, *others = executions
+    device = loss.compiled.device
+    parts = [part for execution in executions for part in _parts(execution, device)]
     outputs = [_joined(parts, index, device) for index in range(len(parts[0].outputs))]
-    examples = _examples(parts, loss.program.loss.model, device)
+    examples = _examples(parts, loss.compiled.model, device)
     begins: Sequence[Any] = [tf.zeros([], tf.int64)] * len(outputs)
     if peers is not None:
         begins = _begins(outputs, peers, device)
         outputs = [MaskedTensor(*_gathered((one.tensor, one.mask), peers, device)) for one in outputs]
-        inputs, *others = examples
-        examples = (_gathered(inputs, peers, device) if reads_inputs else inputs, *_gathered(others, peers, device))
-    whole = execution.microbatches.whole(examples, host_of(device))
-    gradients = loss.of_batch(execution, whole, outputs, counts=peers is None or peers.rank == 0)
-    for other, _ in replicas[1:]:  # the loss changes no state of theirs
-        other.variables.note_loss(0, other.variables.loss_states(0), whole)
+        inputs, *targets = examples
+        examples = (_gathered(inputs, peers, device) if reads_inputs else inputs, *_gathered(targets, peers, device))
+    whole = first.microbatches.whole(examples, host_of(device))
+    gradients = loss.add_whole(whole, outputs, counts=peers is None or peers.rank == 0)
+    for execution in others:  # the loss changes no state of theirs
+        execution.variables.note_loss(0, execution.variables.loss_states(0), whole)
     _return_gradients(parts, gradients, begins, device)
 
 

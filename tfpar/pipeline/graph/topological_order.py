@@ -52,8 +52,8 @@ def build_graph(
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, keras.KerasTensor) and id(leaf) not in values:
             raise ValueError(
-                "A model that is cut into stages must compute every tensor in its call, received a symbolic tensor of "
-                f"another graph: {leaf}; pass it as an input."
+                "A model that is divided over devices must compute every tensor in its call, received a symbolic "
+                f"tensor of another graph: {leaf}; pass it as an input."
             )
         return values.get(id(leaf), leaf)
 

@@ -63,8 +63,8 @@ def trace(
     """
     if keras_tracing.has_own_ending(model):
         raise ValueError(
-            f"A model that is cut into stages must end with its outputs, received {type(model).__name__} with its own "
-            "compute_mask or activity_regularizer; move it into a last layer of the model."
+            f"A model that is divided over devices must end with its outputs, received {type(model).__name__} with its "
+            "own compute_mask or activity_regularizer; move it into a last layer of the model."
         )
     build(model, input_specs)
     inputs = _symbolic_inputs(model, input_specs, keeps_unknown=opens_blocks)
@@ -148,7 +148,7 @@ def check_unchanged(model: keras.Model, graph: Graph) -> None:
         return
     place = _first_difference(now, before, recorded)
     raise ValueError(
-        f"A model that is cut into stages or shards must keep the operations of its call, and those of "
+        f"A model that is divided over devices must keep the operations of its call, and those of "
         f"{type(model).__name__} differ {place} since they were read. A number that a callback changes, such as the "
         "weight of a loss, must be a variable: create it with self.add_weight(shape=(), trainable=False), and assign "
         "its values."
@@ -210,7 +210,7 @@ def _symbolic_inputs(model: keras.Model, specs: Any, *, keeps_unknown: bool = Fa
     declared = keras_tracing.declared_inputs(model)
     if declared is None and specs is None:
         raise ValueError(
-            f"The inputs of a model must be known before it is cut into stages, received {type(model).__name__} "
+            f"The inputs of a model must be known before it is divided over devices, received {type(model).__name__} "
             f"{model.name!r} without any; begin it with keras.Input, or pass input_specs."
         )
     if declared is None:
@@ -262,9 +262,9 @@ def _explained(model: keras.Model) -> Iterator[None]:
         place = f"{place} raises " if (place := users_place(error)) else ""
         reason = textwrap.shorten(message_of(error).rstrip(".;"), width=400, placeholder=" ...")
         raise ValueError(
-            f"The call of a model that is cut into stages must run on symbolic tensors of any batch size, received "
-            f"{type(model).__name__}, where: {place}{reason}; use keras.ops in place of tf, move code that needs real "
-            "tensors into a keras.Layer, or build the model with keras.Model(inputs, outputs)."
+            "The call of a model that is divided over devices must run on symbolic tensors of any batch size, "
+            f"received {type(model).__name__}, where: {place}{reason}; use keras.ops in place of tf, move code that "
+            "needs real tensors into a keras.Layer, or build the model with keras.Model(inputs, outputs)."
         ) from error
 
 
@@ -280,7 +280,7 @@ def _check_same_calls(
         return
     place = _first_difference(one, other, max(training[0], inference[0], key=len))
     raise ValueError(
-        f"A model that is cut into stages must apply the same operations in training and in inference, received "
+        f"A model that is divided over devices must apply the same operations in training and in inference, received "
         f"{type(model).__name__}, where they differ {place}; move code that depends on training into a keras.Layer "
         "with the argument training."
     )

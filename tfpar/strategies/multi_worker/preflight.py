@@ -15,9 +15,7 @@ from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.files.code_listing import code_listing
-from tfpar.layout import check_shard
 from tfpar.strategies.lost_workers import check_seconds, reason_of
-from tfpar.study.outputs import check_choice
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
@@ -88,29 +86,6 @@ def check_eager(model: keras.Model, num_local_replicas: int) -> None:
             f"With run_eagerly=True a worker can have one device, received one with {num_local_replicas}. Give it one, "
             "such as devices=['GPU:0'], train with Mirrored, or compile without run_eagerly."
         )
-
-
-def checked(
-    pack_bytes: int,
-    compression: str | None,
-    sync: str,
-    every: int,
-    average_optimizer: bool,
-    batch_dependent_layers: str,
-    shard: str | None,
-) -> dict[str, str]:
-    """Refuse wrong options of `MultiWorker`, and return them by name as text.
-
-    They must be equal on all workers, since the messages in a step depend on them.
-
-    Raises:
-        ValueError: If an option is out of range, or two options exclude each other.
-    """
-    options = {name: str(value) for name, value in locals().items()}
-    check_choice(batch_dependent_layers)
-    check_shard(shard)
-    check_sync(sync, every, average_optimizer, compression, shard)
-    return options
 
 
 def named(kind: str, shard: str | None) -> str:

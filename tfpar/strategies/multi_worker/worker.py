@@ -13,16 +13,16 @@ from tfpar._compat import random_state
 from tfpar.cluster import tf_config
 from tfpar.job import Job, UserMessage
 from tfpar.messages.reasons import message_of
-from tfpar.strategies.base import Strategy
 from tfpar.strategies.distributed import Distributed
+from tfpar.strategies.engine import Engine
 from tfpar.strategies.job_roles import refuse_evaluator, warn_of_other_launcher
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight
 from tfpar.strategies.multi_worker.collectives import AllReduce, Group, order_of_members
 from tfpar.strategies.multi_worker.failures import Failures
 
 
-class Worker(Strategy):
-    """The base of strategies in several processes; alone, a process sends no message."""
+class Worker(Engine):
+    """The base of engines in several processes; alone, a process sends no message."""
 
     _hosts: Group  # one device of each worker
 

@@ -1,0 +1,1 @@
+"""The stages of a model, from layer calls to compiled passes."""

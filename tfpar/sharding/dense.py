@@ -1,0 +1,131 @@
+"""The sharding rules to divide contractions with a kernel: Dense and EinsumDense, by columns and by rows.
+
+columns    x [batch, in] ──► x · kernel[:, piece]   ──► piece of y     each shard a part of the outputs
+rows       piece of x    ──► x · kernel[piece, :]   ──► sum over shards ──► y, with the bias added once
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model
+from tfpar.pipeline.graph.ir import Call
+from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding.elementwise import activated, activates_pieces
+from tfpar.sharding.model_sharding import Cut, ShardingRule
+from tfpar.sharding.pieces import Pieces
+from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
+
+# The least number of outputs for each input of a Dense layer that is divided by columns also after columns.
+WIDE_OUTPUT = 4
+
+
+def dense_rules(call: Call) -> tuple[ShardingRule, ...]:
+    """Return the sharding rules to divide a call of a Dense or EinsumDense layer.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    if len(call.inputs) != 1 or not _is_plain(layer):
+        return ()
+    equation = "...c,cd->...d" if isinstance(layer, keras.layers.Dense) else layer.equation
+    given, rest = equation.replace(" ", "").split(",")
+    kernel, output = rest.split("->")
+    bias = "d" if isinstance(layer, keras.layers.Dense) else (layer.bias_axes or "")
+    columns = [label for label in kernel if label in output and label not in given]
+    rows = [label for label in kernel if label in given and label not in output]
+    found = []
+    for label in rows:
+        axis = _axis_from_end(given, label)
+        if axis is not None:
+            run = functools.partial(_run_rows, equation, axis)
+            found.append(
+                ShardingRule(
+                    "rows", _size(layer, kernel, label), {id(layer.kernel): Cut(kernel.index(label))}, axis, None, run
+                )
+            )
+    for label in columns:
+        axis = _axis_from_end(output, label)
+        if axis is not None:
+            cuts: dict[Hashable, Cut] = {id(layer.kernel): Cut(kernel.index(label))}
+            if layer.bias is not None and label in bias:
+                cuts[id(layer.bias)] = Cut(output.index(label) - min(map(output.index, bias)))  # as the output
+            run = functools.partial(_run_columns, equation, axis, label in bias)
+            result = Cut(axis) if activates_pieces(layer) else None
+            found.append(ShardingRule("columns", _size(layer, kernel, label), cuts, None, result, run))
+    # Outputs of many classes would take more memory and time to add than the inputs take to send.
+    is_wide = isinstance(layer, keras.layers.Dense) and layer.kernel.shape[1] >= WIDE_OUTPUT * layer.kernel.shape[0]
+    return tuple(reversed(found)) if is_wide else tuple(found)
+
+
+def _size(layer: Any, kernel: str, label: str) -> int:
+    return int(layer.kernel.shape[kernel.index(label)])
+
+
+def _axis_from_end(labels: str, label: str) -> int | None:
+    """Return the axis of a label, from the end; None for one before an ellipsis."""
+    after = labels.split("...")[-1]
+    return after.index(label) - len(after) if label in after else None
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether a layer computes with its kernel and bias alone: no LoRA, no quantization, no added loss."""
+    return not (layer.lora_enabled or layer.quantization_mode or layer.activity_regularizer)
+
+
+def _multiply(layer: Any, equation: str, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    inputs = tf.cast(inputs, layer.compute_dtype)
+    if isinstance(layer, keras.layers.Dense):
+        return keras.ops.matmul(inputs, kernel)
+    return keras.ops.einsum(equation, inputs, kernel)
+
+
+def _run_columns(
+    equation: str, axis: int, divides_bias: bool, placed: Placed, call: Call, training: bool
+) -> Pieces | tf.Tensor:
+    layer, (value,) = call.operation, call.inputs
+
+    outputs = []
+    for shard, device in enumerate(placed.devices):
+        given, kernel = placed.on(value, shard), weight_piece(layer.kernel, shard, device, layer.compute_dtype)
+        bias = None
+        if layer.bias is not None:
+            bias = (
+                weight_piece(layer.bias, shard, device)
+                if divides_bias
+                else _copy(layer.bias, placed.devices[0], device)
+            )
+        with tf.device(device):
+            output = _multiply(layer, equation, given, kernel)
+            outputs.append(output if bias is None else keras.ops.add(output, tf.cast(bias, layer.compute_dtype)))
+    return activated(outputs, axis, placed, call)
+
+
+def _copy(variable: Any, home: str, device: str) -> tf.Tensor:
+    with tf.device(home):
+        value = tf.convert_to_tensor(variable)
+    return pieces_of.sent(value, home, device)
+
+
+def _run_rows(equation: str, axis: int, placed: Placed, call: Call, training: bool) -> tf.Tensor:
+    layer, (value,) = call.operation, call.inputs
+    held = placed.pieces(value, axis, layer.kernel.value.sizes)
+    partial = []
+    for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+        with tf.device(device):
+            partial.append(
+                _multiply(layer, equation, given, weight_piece(layer.kernel, shard, device, layer.compute_dtype))
+            )
+    output = pieces_of.added(partial, placed.devices)
+    with tf.device(placed.devices[0]):
+        if layer.bias is not None:
+            output = keras.ops.add(output, tf.cast(tf.convert_to_tensor(layer.bias), layer.compute_dtype))
+        if layer.activation is not None:
+            output = layer.activation(output)
+        return keras_model.with_mask(output, layer_mask(layer, placed, value))

@@ -1,0 +1,317 @@
+"""The sharding of a model: which layer calls are divided, and along which axis of their weights and values.
+
+    x ──► Dense(4096) by columns ──► gelu ──► Dense(512) by rows ──► sum ──► y
+    whole      pieces along -1     pieces -1      partial results    whole
+
+A layer call is divided by one of the sharding rules that its layer offers. The sharding is pure data about weights and
+values, so that it is tested without a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# A layer call with a smaller part of the bytes of all weights, and of all multiplications, than this stays whole,
+# unless its input is in pieces: these would have to be gathered for it.
+SMALLEST_PART = 0.001
+
+
+class Division(NamedTuple):
+    """The division of a tensor into pieces, one for each shard.
+
+    Args:
+        axis: The divided axis.
+        sizes: The size of each piece along it.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """The axis of a weight or value that a sharding rule divides.
+
+    Args:
+        axis: The axis.
+        per_unit: The number of elements along the axis for each unit.
+    """
+
+    axis: int
+    per_unit: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRule:
+    """A sharding rule to divide a layer call.
+
+    Args:
+        name: Such as "columns".
+        size: The number of units to divide, such as columns or heads; None for that of the input's pieces.
+        cuts: The cut of each divided weight, by the weight's key.
+        takes: The axis of the pieces of its inputs; None for whole inputs.
+        gives: The cut of its output; None for a whole output, the sum of a partial result of each shard.
+        run: Computes the outputs.
+    """
+
+    name: str
+    size: int | None = None
+    cuts: Mapping[Hashable, Cut] = dataclasses.field(default_factory=dict)
+    takes: int | None = None
+    gives: Cut | None = None
+    run: Callable[..., Any] | None = None
+
+
+class Weight(NamedTuple):
+    """A weight of a model.
+
+    Args:
+        path: Its path.
+        shape: Its shape.
+        num_bytes: Its size.
+        whole_because: The reason why it cannot be divided; an empty text for none.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    whole_because: str = ""
+
+
+class Offer(NamedTuple):
+    """A layer call with the sharding rules to divide it.
+
+    Args:
+        name: The name of the call.
+        inputs: The keys of its input values.
+        outputs: The keys of its output values.
+        weights: The keys of the weights that it reads.
+        rules: The sharding rules to divide it, the best first.
+        undivided: Why a call without sharding rules is not divided.
+        num_positions: How often it multiplies by its weights for each example.
+    """
+
+    name: str
+    inputs: tuple[Hashable, ...]
+    outputs: tuple[Hashable, ...]
+    weights: tuple[Hashable, ...]
+    rules: tuple[ShardingRule, ...]
+    undivided: str
+    num_positions: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSharding:
+    """The chosen sharding rules.
+
+    Args:
+        rules: The sharding rule of each layer call; None for one that runs on the first device alone.
+        weights: The division of each divided weight, by its key.
+        values: The division of each value in pieces, by its key.
+        whole: For each large layer call that is not divided its name and the reason.
+    """
+
+    rules: tuple[ShardingRule | None, ...]
+    weights: Mapping[Hashable, Division]
+    values: Mapping[Hashable, Division]
+    whole: Mapping[str, str]
+
+
+def even_sizes(size: int, num_shards: int) -> tuple[int, ...]:
+    """Return the sizes of pieces that differ by at most one, the larger ones first.
+
+    Args:
+        size: The number of units.
+        num_shards: The number of pieces.
+
+    Example:
+        >>> even_sizes(10, 3)
+        (4, 3, 3)
+    """
+    return tuple(size // num_shards + (shard < size % num_shards) for shard in range(num_shards))
+
+
+def plan(
+    offers: Sequence[Offer],
+    weights: Mapping[Hashable, Weight],
+    num_shards: int,
+    wanted: Mapping[Hashable, int | None] | None = None,
+) -> ModelSharding:
+    """Choose a sharding rule for each layer call.
+
+    Layer calls choose in their order, each for the placement of its inputs: a layer on pieces by rows, one on a whole
+    input by columns. A weight that calls would divide differently stays whole.
+
+    Args:
+        offers: The layer calls of a model, in order.
+        weights: All weights of the model, by key.
+        num_shards: The number of shards.
+        wanted: The divided axis of weights by rules of the user, None for one that stays whole; without rules all large
+            layers are divided, and small ones whose input is in pieces.
+
+    Raises:
+        ValueError: If a rule divides a weight along an axis that no sharding rule of its layer divides.
+
+    Example:
+        >>> columns = ShardingRule("columns", 8, {"kernel": Cut(1)}, gives=Cut(-1))
+        >>> offer = Offer("dense", ("x",), ("y",), ("kernel",), (columns,), "")
+        >>> plan([offer], {"kernel": Weight("dense/kernel", (4, 8), 128)}, 2).values["y"].sizes
+        (4, 4)
+    """
+    kept: dict[Hashable, str] = {key: one.whole_because for key, one in weights.items() if one.whole_because}
+    while True:
+        search = _Search(offers, weights, num_shards, wanted, kept)
+        found = search.run()
+        conflicts = search.conflicts
+        if not conflicts:
+            return found
+        kept |= conflicts
+
+
+class _Search:
+    """One pass over the layer calls, with some weights that must stay whole."""
+
+    def __init__(
+        self,
+        offers: Sequence[Offer],
+        weights: Mapping[Hashable, Weight],
+        num_shards: int,
+        wanted: Mapping[Hashable, int | None] | None,
+        kept: Mapping[Hashable, str],
+    ) -> None:
+        self._offers, self._weights, self._num_shards = offers, weights, num_shards
+        self._wanted, self._kept = wanted, kept
+        self._least_bytes = SMALLEST_PART * sum(one.num_bytes for one in weights.values())
+        self._least_work = SMALLEST_PART * sum(self._num_bytes(one.weights) * one.num_positions for one in offers)
+        self._divisions: dict[Hashable, Division] = {}
+        self._values: dict[Hashable, Division] = {}
+        self._read_whole: dict[Hashable, str] = {}
+        self._unmet: dict[Hashable, str] = {}
+        self.conflicts: dict[Hashable, str] = {}
+
+    def run(self) -> ModelSharding:
+        rules, whole = [], dict[str, str]()
+        for offer in self._offers:
+            rule, reason = self._choose(offer)
+            rules.append(rule)
+            if rule is None:
+                for key in offer.weights:
+                    self._read_whole.setdefault(key, offer.name)
+                if reason:
+                    whole[offer.name] = reason
+        if self._wanted is None:
+            both = [key for key in self._divisions if key in self._read_whole]
+            self.conflicts |= {key: f"{self._read_whole[key]!r} reads it whole" for key in both}
+        if not self.conflicts:
+            self._refuse_unmet()
+        return ModelSharding(tuple(rules), self._divisions, self._values, whole)
+
+    def _choose(self, offer: Offer) -> tuple[ShardingRule | None, str]:
+        """Return the sharding rule of a layer call whose weights are large enough for one; or None with the reason."""
+        reasons: list[tuple[ShardingRule, str]] = []
+        for rule in offer.rules:
+            sizes = self._sizes(rule, offer)
+            if sizes is None:
+                continue
+            reason = self._obstacle(rule, sizes, offer)
+            if not reason:
+                self._note(rule, sizes, offer)
+                return rule, ""
+            reasons.append((rule, reason))
+        if self._wanted is not None:
+            self._note_unmet(offer, reasons)
+            return None, ""
+        if not self._is_large(offer.weights, offer.num_positions):
+            return None, ""
+        return None, next(
+            (reason for _, reason in reasons),
+            "its input has no pieces that it takes" if offer.rules else offer.undivided,
+        )
+
+    def _sizes(self, rule: ShardingRule, offer: Offer) -> tuple[int, ...] | None:
+        """Return the units of each shard, None if the sharding rule does not fit the placement of the inputs."""
+        given = [self._values.get(value) for value in offer.inputs]
+        if rule.takes is None:
+            return even_sizes(rule.size or 0, self._num_shards)
+        first = given[0] if given else None
+        if first is None:
+            # A user's rule may ask for rows without columns before them; the input is then divided.
+            is_asked = any((self._wanted or {}).get(key) is not None for key in rule.cuts)
+            return even_sizes(rule.size, self._num_shards) if is_asked and rule.size and not any(given) else None
+        if any(one != first for one in given) or first.axis != rule.takes:
+            return None
+        return first.sizes if rule.size in (None, sum(first.sizes)) else None
+
+    def _obstacle(self, rule: ShardingRule, sizes: tuple[int, ...], offer: Offer) -> str:
+        """Return the reason against a sharding rule, an empty text for none."""
+        if not rule.cuts:
+            return ""
+        if min(sizes) < 1:
+            return f"{self._num_shards} shards need as many {rule.name}, received {sum(sizes)}"
+        if self._wanted is not None and (reason := self._against_rules(rule, offer, self._wanted)):
+            return reason
+        for key, cut in rule.cuts.items():
+            if key in self._kept:
+                return f"{self._weights[key].path!r} stays whole: {self._kept[key]}"
+            division = _scaled(cut, sizes)
+            if self._divisions.get(key, division) != division:
+                self.conflicts[key] = "layers would divide it differently"
+                return self.conflicts[key]
+        begins = self._wanted is None and not any(value in self._values for value in offer.inputs)
+        is_large = not begins or self._is_large(tuple(rule.cuts), offer.num_positions)
+        return "" if is_large else "its weights are small"
+
+    def _against_rules(self, rule: ShardingRule, offer: Offer, wanted: Mapping[Hashable, int | None]) -> str:
+        if all(wanted.get(key) is None for key in offer.weights):
+            return "no rule names it"
+        for key in offer.weights:
+            cut, axis = rule.cuts.get(key), wanted.get(key)
+            if axis is not None and (cut is None or cut.axis != axis):
+                found = "stay whole" if cut is None else f"be divided at axis {cut.axis}"
+                return f"by {rule.name}, {self._weights[key].path!r} would {found}"
+            if cut is not None and key in wanted and axis is None:
+                return f"by {rule.name}, {self._weights[key].path!r} would be divided too, and its rule keeps it whole"
+        return ""
+
+    def _note(self, rule: ShardingRule, sizes: tuple[int, ...], offer: Offer) -> None:
+        self._divisions.update((key, _scaled(cut, sizes)) for key, cut in rule.cuts.items())
+        if rule.gives is not None:
+            self._values.update((value, _scaled(rule.gives, sizes)) for value in offer.outputs)
+
+    def _is_large(self, keys: Sequence[Hashable], num_positions: int) -> bool:
+        total = self._num_bytes(keys)
+        return total > 0 and (total >= self._least_bytes or total * num_positions >= self._least_work)
+
+    def _num_bytes(self, keys: Sequence[Hashable]) -> int:
+        return sum(self._weights[key].num_bytes for key in keys if key in self._weights)
+
+    def _note_unmet(self, offer: Offer, reasons: Sequence[tuple[ShardingRule, str]]) -> None:
+        for key in offer.weights:
+            axis = (self._wanted or {}).get(key)
+            if axis is not None:
+                as_asked = (reason for rule, reason in reasons if key in rule.cuts and rule.cuts[key].axis == axis)
+                self._unmet.setdefault(key, next(as_asked, "") or _against_axis(offer, key, axis))
+
+    def _refuse_unmet(self) -> None:
+        for key, axis in (self._wanted or {}).items():
+            if axis is not None and key not in self._divisions:
+                reason = self._unmet.get(key, "no layer call reads it")
+                raise ValueError(
+                    f"A rule of layout divides {self._weights[key].path!r} at axis {axis}, which is not possible: "
+                    f"{reason}. Change or remove the rule."
+                )
+
+
+def _against_axis(offer: Offer, key: Hashable, axis: int) -> str:
+    """Return why no sharding rule of a layer call divides a weight at an axis."""
+    possible = sorted({rule.cuts[key].axis for rule in offer.rules if key in rule.cuts})
+    if axis in possible:
+        return f"{offer.name!r} takes pieces, and its input has none that fit"
+    if possible:
+        return f"{offer.name!r} can be divided at axis {' or '.join(map(str, possible))}"
+    return f"no division of {offer.name!r} divides it" if offer.rules else offer.undivided
+
+
+def _scaled(cut: Cut, sizes: Sequence[int]) -> Division:
+    return Division(cut.axis, tuple(cut.per_unit * size for size in sizes))

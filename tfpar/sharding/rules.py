@@ -1,0 +1,95 @@
+"""The rules of a layout: regular expressions of variable paths, each with the axis to divide, as Keras' `LayoutMap`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from tfpar.messages.suggestions import closest
+from tfpar.sharding.model_sharding import Weight
+
+AXIS_NAME = "model"
+Rules = Mapping[str, Sequence[str | None]]
+
+
+def check_rules(rules: Any) -> dict[str, tuple[str | None, ...]] | None:
+    """Return rules as tuples.
+
+    Args:
+        rules: A mapping from regular expressions to tuples with an entry for each axis of a weight: `"model"` for the
+            divided axis, None for the others.
+
+    Raises:
+        TypeError: If it is no mapping of texts to sequences.
+        ValueError: If an expression is malformed, or an entry is neither `"model"` nor None.
+    """
+    if rules is None:
+        return None
+    if not isinstance(rules, Mapping) or not rules:
+        raise TypeError(
+            'layout must be a mapping such as {".*dense.*kernel": (None, "model")} with at least one rule, or None, '
+            f"received {rules!r}."
+        )
+    found = {}
+    for pattern, axes in rules.items():
+        if not isinstance(pattern, str) or isinstance(axes, str) or not isinstance(axes, Sequence):
+            raise TypeError(
+                'A rule of layout maps a regular expression to a tuple such as (None, "model"), received '
+                f"{pattern!r}: {axes!r}."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"A rule of layout begins with a regular expression, received {pattern!r}: {error}."
+            ) from None
+        if any(axis not in (None, AXIS_NAME) for axis in axes) or list(axes).count(AXIS_NAME) > 1:
+            raise ValueError(
+                f'A rule of layout names at most one axis "model" and None for the others, received {tuple(axes)!r} '
+                f"for {pattern!r}."
+            )
+        found[pattern] = tuple(axes)
+    return found
+
+
+def axes_by_rules(rules: Rules, weights: Mapping[Hashable, Weight]) -> dict[Hashable, int | None]:
+    """Return the axis to divide for each weight that a rule names, None for one that stays whole.
+
+    Args:
+        rules: The rules; an expression is searched in the path of a weight.
+        weights: The weights of a model, by key.
+
+    Raises:
+        ValueError: If a rule names no weight, two rules name the same, or a rule has another number of axes than its
+            weight.
+
+    Example:
+        >>> axes_by_rules({"kernel": (None, "model")}, {0: Weight("dense/kernel", (4, 8), 128)})
+        {0: 1}
+    """
+    found: dict[Hashable, int | None] = {}
+    for key, weight in weights.items():
+        matching = [pattern for pattern in rules if re.search(pattern, weight.path)]
+        if len(matching) > 1:
+            raise ValueError(
+                f"One rule of layout may name a weight, and {matching[0]!r} and {matching[1]!r} both name "
+                f"{weight.path!r}. Make one of them narrower."
+            )
+        for pattern in matching:
+            axes = rules[pattern]
+            if len(axes) != len(weight.shape):
+                raise ValueError(
+                    f"A rule of layout has an entry for each axis of its weights, and {pattern!r} has {len(axes)} for "
+                    f"{weight.path!r} of shape {weight.shape}. Write {len(weight.shape)} entries."
+                )
+            found[key] = list(axes).index(AXIS_NAME) if AXIS_NAME in axes else None
+    for pattern in rules:
+        if not any(re.search(pattern, weight.path) for weight in weights.values()):
+            paths = [weight.path for weight in weights.values()]
+            near = closest(pattern, paths) or next(iter(paths), "none")
+            raise ValueError(
+                f"A rule of layout must name a weight, and {pattern!r} is found in no path of the model, such as "
+                f"{near!r}. Change or remove the rule."
+            )
+    return found

@@ -1,0 +1,153 @@
+"""Tensor parallelism inside of the stages of a pipeline: each stage on several devices, which divide its layers.
+
+    replica 0   stage 0: devices 0 1 ─► stage 1: devices 2 3
+    replica 1   stage 0: devices 4 5 ─► stage 1: devices 6 7
+
+A stage receives and sends whole values on its first device, so that each has a sharding of its own. Scores of classes
+go to the loss in pieces. A weight that several stages read stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model, keras_variables
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
+from tfpar.pipeline.partition.stages import Stage, owner_of, users_of
+from tfpar.placement.owners import homes
+from tfpar.sharding import updates
+from tfpar.sharding.model_sharding import ModelSharding, ShardingRule
+from tfpar.sharding.offers import sharding_of
+from tfpar.sharding.placed_values import Placed, WholeValues
+from tfpar.sharding.rules import Rules
+from tfpar.sharding.whole_layers import warn_of_nothing, warn_of_whole
+
+Groups = Mapping[str, Sequence[str]]
+# The regularizers that are sums over the elements of a weight, and so over its pieces.
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+class DividedStage(NamedTuple):
+    """The layer calls of a stage, each with its sharding rule.
+
+    Args:
+        calls: Its layer calls.
+        outputs: The values that it sends.
+        rules: The sharding rule of each layer call; None for one that runs on the first device alone.
+        devices: The device of each shard.
+    """
+
+    calls: Sequence[Call]
+    outputs: Sequence[Value]
+    rules: Sequence[ShardingRule | None]
+    devices: Sequence[str]
+
+    def run(self, tensors: dict[Value, Any], training: bool) -> None:
+        """Add the outputs of the layer calls to `tensors`; those that the stage sends are whole, on the first device.
+
+        Args:
+            tensors: The inputs of the stage.
+            training: Whether the model trains.
+        """
+        placed = Placed(tensors, self.devices)
+        _run_calls(self.calls, self.rules, placed, training)
+        for value in self.outputs:
+            tensors[value] = placed.whole(value)
+
+
+def _run_calls(calls: Sequence[Call], rules: Sequence[ShardingRule | None], placed: Placed, training: bool) -> None:
+    """Run layer calls, each by its sharding rule, and add their outputs to the values of the run."""
+    rule_of = {id(call): rule for call, rule in zip(calls, rules, strict=True)}
+
+    def run(call: Call, tensors: dict[Value, Any], training: bool) -> Any:
+        rule = rule_of[id(call)]
+        if rule is not None and rule.run is not None:
+            return rule.run(placed, call, training)
+        with tf.device(placed.devices[0]):
+            results = run_call(call, WholeValues(placed), training)
+        for value in call.inputs:
+            if placed.mask(value) is not None and keras_model.mask_of(placed.whole(value)) is None:
+                placed.remove_mask(value)
+        return results
+
+    model_graph.run(calls, placed.tensors, training, run)
+
+
+def groups_of(devices: Sequence[str], num_shards: int) -> dict[str, list[str]]:
+    """Return consecutive devices by the first of each group; nothing for one shard.
+
+    Args:
+        devices: Names of devices, as many for each group.
+        num_shards: The size of a group.
+
+    Example:
+        >>> groups_of(["CPU:0", "CPU:1", "CPU:2", "CPU:3"], 2)["/device:CPU:2"]
+        ['/device:CPU:2', '/device:CPU:3']
+    """
+    if num_shards == 1:
+        return {}
+    names = [f"/device:{name}" for name in devices]
+    return {names[first]: names[first : first + num_shards] for first in range(0, len(names), num_shards)}
+
+
+def divide_stages(
+    model: keras.Model,
+    graph: Graph,
+    stages: Sequence[Stage],
+    devices: Sequence[Sequence[str]],
+    groups: Groups,
+    user_rules: Rules | None = None,
+    *,
+    warns: bool = False,
+) -> dict[int, tuple[ModelSharding, DividedStage]]:
+    """Divide the layer calls of each stage, and place the weights of a model on the devices of their stages.
+
+    Args:
+        model: A model with built layers.
+        graph: Its layer calls.
+        stages: Its stages.
+        devices: The first device of each stage, for each replica.
+        groups: The devices of the shards, by the first of them.
+        user_rules: Rules of the user for all weights; None to choose from the graph.
+        warns: Whether to warn if no layer is divided, or a large one stays whole.
+
+    Returns:
+        The sharding and the layer calls of each stage in the first replica, by its index.
+
+    Raises:
+        ValueError: If a rule does not fit the model, or its stages.
+    """
+    whole = _whole(model, graph, stages)
+    found = {}
+    for stage, first in zip(stages, devices[0], strict=True):
+        sharding = sharding_of(model, graph, len(groups[first]), user_rules, stage.calls, whole)
+        found[stage.index] = sharding, DividedStage(stage.calls, stage.outputs, sharding.rules, groups[first])
+    home_of = homes(model, owner_of(stages, model.variables), len(devices))
+
+    def devices_of(variable: Any) -> list[str]:
+        replica, stage = home_of[id(variable)]
+        return list(map(keras_variables.full_name, groups[devices[replica][stage]]))
+
+    divisions = {key: division for sharding, _ in found.values() for key, division in sharding.weights.items()}
+    reasons = {name: why for sharding, _ in found.values() for name, why in sharding.whole.items()}
+    if warns and not divisions:
+        warn_of_nothing(model, reasons)
+    elif warns and user_rules is None:
+        warn_of_whole(model, graph.calls, divisions, reasons)
+    updates.place(model, divisions, devices_of)
+    return found
+
+
+def _whole(model: keras.Model, graph: Graph, stages: Sequence[Stage]) -> dict[int, str]:
+    """Return the reasons against the division of variables in a pipeline, by the variable's `id`."""
+    found = {
+        id(one): "its regularizer is no sum over its elements"
+        for one in model.variables
+        if one.regularizer is not None and type(one.regularizer) not in _SUMS
+    }
+    return found | {key: "several stages read it" for key, users in users_of(stages).items() if len(users) > 1}
