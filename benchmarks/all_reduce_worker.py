@@ -70,7 +70,7 @@ def _tensorflow(algorithm: str, rank: int, addresses: list[str]) -> Callable[[in
 
 
 def _algorithms(tf: Any, strategy: Any) -> dict[str, Callable[[Any], Any]]:
-    from tfpar.strategies.multi_worker.collectives import Group
+    from tfpar.engines.workers.collectives import Group
 
     group = Group(strategy.extended.worker_devices, NUM_WORKERS)
     instance_keys = itertools.count(1)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfpar import data, interruption, strategies
 from tfpar._compat import keras_metrics
 from tfpar.checkpoint import Checkpoints
+from tfpar.engines.preview import Preview
 from tfpar.files import atomic_file
 from tfpar.loops import equal_workers, model_methods
 from tfpar.loops.epoch_iterator import EpochIterator
@@ -26,7 +27,6 @@ from tfpar.loops.step_calls import limited_epochs, limited_steps
 from tfpar.messages import keyword_arguments
 from tfpar.messages.reasons import message_of
 from tfpar.strategies import Strategy
-from tfpar.strategies.preview import Preview
 from tfpar.study.report import Study, rows_of
 
 Verbose = int | str

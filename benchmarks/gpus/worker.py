@@ -26,7 +26,7 @@ def start(settings: Sequence[GpuSetting]) -> None:
     import tensorflow as tf
 
     import tfpar
-    from tfpar.strategies import launched_steps
+    from tfpar.engines.steps import launched_steps
 
     if not settings[0].launches_steps:
         launched_steps.suits = lambda devices: False

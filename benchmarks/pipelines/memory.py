@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from tfpar.engines.preview import Preview
 from tfpar.pipeline.schedule import Action
-from tfpar.strategies.preview import Preview
 
 Corner = tuple[float, float]  # seconds, bytes
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support import made_up_gpus
 from tfpar import cluster
 from tfpar.cluster import slurm_gpus, tf_config
-from tfpar.strategies.multi_worker import preflight
+from tfpar.workers import preflight
 
 # Task 3 of 4: the second of the second node.
 STEP = {

@@ -16,10 +16,10 @@ import tfpar
 from tests.support import gpu_machine, parity_cases, small
 from tests.support.device_placement import read_placement
 from tfpar import cluster
+from tfpar.engines.steps import launched_steps
+from tfpar.engines.steps.batches_ahead import BatchesAhead, StepBatch
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
-from tfpar.strategies import launched_steps
-from tfpar.strategies.batches_ahead import BatchesAhead, StepBatch
 from tfpar.strategies.mirrored import AllReduce
 
 pytestmark = pytest.mark.gpu

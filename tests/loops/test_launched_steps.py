@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import parity_cases, small
-from tfpar.strategies import launched_steps
+from tfpar.engines.steps import launched_steps
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {**small.STRATEGIES, **small.SPLITTING_STRATEGIES}

@@ -15,10 +15,10 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 from tfpar import data
+from tfpar.engines.steps.batches_ahead import HOST, StepBatch
+from tfpar.engines.steps.launched_steps import LaunchedSteps
+from tfpar.engines.steps.multi_step import SECONDS_PER_CALL, CallResult, LoopParts, StepLoop, StepsPerCall, compile_loop
 from tfpar.loops.epoch_iterator import EpochIterator
-from tfpar.strategies.batches_ahead import HOST, StepBatch
-from tfpar.strategies.launched_steps import LaunchedSteps
-from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, LoopParts, StepLoop, StepsPerCall, compile_loop
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

@@ -9,7 +9,7 @@ import pytest
 import tfpar
 from tests.support import placement_cases
 from tests.support.device_placement import Placed, Transfer
-from tfpar.strategies.single_device import OneDevice
+from tfpar.engines.one_device import OneDevice
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 NAMES = list(placement_cases.STRATEGIES)

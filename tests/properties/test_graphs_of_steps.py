@@ -19,8 +19,8 @@ from tensorflow.python.eager import context
 import tfpar
 from tests import ROOT
 from tests.support.extent import sampled
+from tfpar.engines.workers import collectives
 from tfpar.placement.owners import num_bytes
-from tfpar.strategies.multi_worker import collectives
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

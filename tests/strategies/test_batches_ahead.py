@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 
 from tests.support import placement_cases
+from tfpar.engines.steps.batches_ahead import HOST, BatchesAhead, StepBatch
+from tfpar.engines.steps.launched_steps import LaunchedSteps
+from tfpar.engines.steps.multi_step import LoopParts, StepLoop, compile_loop
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
-from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
-from tfpar.strategies.launched_steps import LaunchedSteps
-from tfpar.strategies.multi_step import LoopParts, StepLoop, compile_loop
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 STRATEGIES = {name: placement_cases.STRATEGIES[name] for name in ("single_device", "mirrored", "pipeline", "hybrid")}

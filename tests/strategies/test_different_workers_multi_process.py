@@ -18,7 +18,7 @@ from tests.properties.test_parity import computing_in
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases, small, workers
 from tests.support.multi_worker_cases import Trained, assert_same, plain_fit, trained
-from tfpar.strategies.multi_worker import preflight
+from tfpar.workers import preflight
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 EQUAL = r"All workers must be equal, and worker 1 \(127.0.0.1:"

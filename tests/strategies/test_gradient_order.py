@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 
 from tests.properties.test_graphs_of_steps import needs
+from tfpar.engines.workers import collectives, sufficient_factors
+from tfpar.engines.workers.collectives import Group
 from tfpar.reduction.gradient_order import compute_early
 from tfpar.reduction.gradients import all_reduce_gradients
-from tfpar.strategies.multi_worker import collectives, sufficient_factors
-from tfpar.strategies.multi_worker.collectives import Group
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

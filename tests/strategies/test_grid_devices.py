@@ -12,7 +12,8 @@ import pytest
 import tfpar
 from tests.strategies.test_hybrid import wide
 from tfpar import config, strategies
-from tfpar.strategies import grid_devices, remote_devices
+from tfpar.strategies import grid_devices
+from tfpar.workers import remote_devices
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

@@ -19,9 +19,9 @@ from tests.support.multi_worker_cases import Trained, assert_same, keras_fit
 from tests.support.ports import free_addresses
 from tfpar import cluster
 from tfpar.cluster import tf_config
-from tfpar.strategies.job_roles import warn_of_other_launcher
-from tfpar.strategies.multi_worker import worker, worker_replicas
-from tfpar.strategies.multi_worker.all_reduce_choice import choose
+from tfpar.engines.workers import worker, worker_replicas
+from tfpar.engines.workers.all_reduce_choice import choose
+from tfpar.workers.job_roles import warn_of_other_launcher
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.strategies import multi_step
+from tfpar.engines.steps import multi_step
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfpar
 from tests.properties.test_parity import computing_in
 from tfpar._compat import tf_divided_memory
-from tfpar.strategies.stage_engine import StageEngine
+from tfpar.engines.stages.stage_engine import StageEngine
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

@@ -20,8 +20,8 @@ from tests.support import objective_cases, parity_cases, shard_cases, small, wor
 from tests.support.shard_cases import OPTIMIZERS, REFUSED, classifier
 from tfpar._compat import keras_sharded_slots
 from tfpar._compat.tf_memory_elsewhere import is_elsewhere
+from tfpar.engines.workers.collectives import Group
 from tfpar.reduction import objective
-from tfpar.strategies.multi_worker.collectives import Group
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 

@@ -25,9 +25,9 @@ from tests import ROOT
 from tests.support.device_placement import HOST, Reading, read_placement
 from tests.support.extent import sampled
 from tfpar import host_sizes
+from tfpar.engines.steps.launched_steps import LaunchedSteps
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
-from tfpar.strategies.launched_steps import LaunchedSteps
 
 NUM_MICROBATCHES = 5  # enough for loops
 GPUS = {"CPU:1": "GPU:0", "CPU:2": "GPU:1"}

@@ -17,7 +17,7 @@ import tfpar
 from tests.support import parity_cases, small
 from tfpar import xla_choice
 from tfpar._compat import keras_model, tf_determinism
-from tfpar.strategies import launched_steps
+from tfpar.engines.steps import launched_steps
 
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {**small.STRATEGIES, **small.SPLITTING_STRATEGIES}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfpar
 from tests.loops.test_hooks import STRATEGIES
 from tests.support import parity_cases, small
-from tfpar.strategies.preview import Preview
+from tfpar.engines.preview import Preview
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

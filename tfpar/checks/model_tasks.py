@@ -22,14 +22,14 @@ from tfpar.checks import doctor
 from tfpar.checks.models import ModelSource
 from tfpar.checks.processes import at_stage
 from tfpar.config import settings_read
+from tfpar.engines import model_checks
+from tfpar.engines.one_device import forward_backward
+from tfpar.engines.replicas.replica_engine import ABILITIES
 from tfpar.full_precision import full_precision
 from tfpar.messages.reasons import message_of
 from tfpar.messages.received import quoted
 from tfpar.reduction import objective
 from tfpar.runs import run_data, user_trainer
-from tfpar.strategies import model_checks
-from tfpar.strategies.replica_engine import ABILITIES
-from tfpar.strategies.single_device import forward_backward
 from tfpar.study.report import rows_of
 from tfpar.study.study import study
 

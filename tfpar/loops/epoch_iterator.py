@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar import data
-from tfpar.strategies import turns
+from tfpar import data, process_lock
 
 
 class EpochIterator:
@@ -87,7 +86,7 @@ class EpochIterator:
         self.batches = batches
         self._pass_is_over = False
         if self._source is not None:
-            with turns.paused():
+            with process_lock.paused():
                 self._source.begin_pass(again=self.passes > 0 and self._steps_asked is None)
         self.iterator = iter(self._dataset.skip(batches) if batches else self._dataset)
         self.upcoming = _next(self.iterator)
@@ -148,7 +147,7 @@ class EpochIterator:
             passes: Passes before the current one.
             batches: The batches of the current pass to skip.
         """
-        with turns.paused():
+        with process_lock.paused():
             self._seek(passes, batches)
 
     def _seek(self, passes: int, batches: int) -> None:
@@ -180,11 +179,11 @@ class EpochIterator:
     def close(self) -> None:
         """Stop the prefetching of Python code."""
         if self._source is not None:
-            with turns.paused():
+            with process_lock.paused():
                 self._source.stop()
 
 
 def _next(iterator: Any) -> tf.experimental.Optional:
-    """Return the next element; other threads may take their turns to compute it."""
-    with turns.paused():
+    """Return the next element; other threads may hold the lock to compute it."""
+    with process_lock.paused():
         return iterator.get_next_as_optional()

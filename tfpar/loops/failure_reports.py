@@ -9,11 +9,11 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import tensorflow as tf
 
-from tfpar import data
+from tfpar import data, process_lock
 from tfpar._compat import tf_tapes
 from tfpar.loops import barriers, memory_errors
-from tfpar.strategies import Strategy, turns
-from tfpar.strategies.lost_workers import WorkerLostError
+from tfpar.strategies import Strategy
+from tfpar.workers.lost_workers import WorkerLostError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ def reported(
 ) -> Callable[Concatenate[Self, Parameters], Result]:
     """Return a method that runs in `Strategy.reported`, with one sentence where the memory of a device is too small.
 
-    All workers must call the same method, and the threads of a process take turns.
+    All workers must call the same method, and the threads of a process wait for each other.
 
     Args:
         method: A method of a trainer that all workers call.
@@ -61,7 +61,7 @@ def reported(
         try:
             with _explaining_ends(method.__name__), self.strategy.job.reported():
                 barriers.barrier(self.strategy.job, method.__name__)
-            with turns.Turn(), self.strategy.job.reported():
+            with process_lock.ProcessLock(), self.strategy.job.reported():
                 return method(self, *args, **kwargs)
         except tf.errors.AlreadyExistsError as error:  # such as the file of a cache
             raise type(error)(error.node_def, error.op, data.cause_of(error)) from error

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfpar import xla_choice
+from tfpar import process_lock, xla_choice
 from tfpar._compat import keras_functions, keras_model
+from tfpar.engines import model_checks
 from tfpar.loops import model_methods
-from tfpar.strategies import Strategy, model_checks, model_scopes, turns
+from tfpar.strategies import Strategy, model_scopes
 
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
 
@@ -33,7 +34,7 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
     """
     keras_functions.trace_again_after_moves()
     name = None if isinstance(build_model, keras.Model) else "The model function"
-    with turns.Turn(kept=True), strategy.job.vote(name):
+    with process_lock.ProcessLock(kept=True), strategy.job.vote(name):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
         strategy.engine.move_model(model)
     if model_scopes.noted_strategy(model) is not None:

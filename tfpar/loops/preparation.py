@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_weight_placement
+from tfpar.engines import model_checks
+from tfpar.engines.steps.multi_step import StepLoop
 from tfpar.full_precision import full_precision
 from tfpar.loops import equal_workers, initial_state
 from tfpar.loops.callback_list import callback_list, saves_models
@@ -22,8 +24,7 @@ from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings
 from tfpar.reduction import objective
-from tfpar.strategies import Distributed, SingleDevice, Strategy, model_checks
-from tfpar.strategies.multi_step import StepLoop
+from tfpar.strategies import Distributed, SingleDevice, Strategy
 
 
 class Preparation:

@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from tfpar import kernels, xla_choice
 from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_function, tf_layout
-from tfpar.strategies import Distributed, launched_steps, multi_step
-from tfpar.strategies.engine import Engine
-from tfpar.strategies.hidden_errors import revealed
+from tfpar.engines.engine import Engine
+from tfpar.engines.steps import launched_steps, multi_step
+from tfpar.engines.steps.hidden_errors import revealed
+from tfpar.strategies import Distributed
 
 
 class _Trained(NamedTuple):

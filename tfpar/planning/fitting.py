@@ -7,7 +7,7 @@ saved tensors                 the measured peak of a step on one device, divided
 from __future__ import annotations
 
 from tfpar.layout import Layout
-from tfpar.placement.owners import largest_first
+from tfpar.placement.largest_first import largest_first
 from tfpar.planning.model_facts import ModelFacts
 
 

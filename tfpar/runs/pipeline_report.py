@@ -8,13 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpar.engines.preview import Preview
 from tfpar.messages.number_format import line
 from tfpar.pipeline.analysis import timeline_plot
 from tfpar.pipeline.analysis.stage_table import describe_step
 from tfpar.pipeline.schedule.simulator import simulate
 from tfpar.reports.timelines import PipelineRecord
 from tfpar.runs.run_trainer import RunTrainer
-from tfpar.strategies.preview import Preview
 
 
 def measured_stages(trainer: RunTrainer, batch: Any) -> Preview:

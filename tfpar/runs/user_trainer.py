@@ -30,12 +30,13 @@ import pydantic
 
 from tfpar import config
 from tfpar.config import settings_read
+from tfpar.engines import model_checks
 from tfpar.messages import received
 from tfpar.messages.received import COLUMNS, excerpt, quoted
 from tfpar.messages.suggestions import did_you_mean
 from tfpar.runs import run_data
 from tfpar.runs.run_trainer import RunTrainer
-from tfpar.strategies import Strategy, model_checks
+from tfpar.strategies import Strategy
 from tfpar.trainer import Trainer
 
 _EXAMPLE = "tfpar.trainers.image_classification.ImageClassification is one."

@@ -8,12 +8,12 @@ from typing import Any
 
 import keras
 
+from tfpar.engines.engine import Engine
+from tfpar.engines.preview import Preview
 from tfpar.job import Job
 from tfpar.layout import Layout
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import model_scopes
-from tfpar.strategies.engine import Engine
-from tfpar.strategies.preview import Preview
 
 
 class Strategy:

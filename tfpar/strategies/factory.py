@@ -12,9 +12,9 @@ from tfpar import cluster, config
 from tfpar.cluster import cores, tf_config
 from tfpar.layout import Layout
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.hybrid import Hybrid
 from tfpar.strategies.mirrored import Mirrored
-from tfpar.strategies.multi_worker.hybrid import Hybrid
-from tfpar.strategies.multi_worker.strategy import MultiWorker
+from tfpar.strategies.multi_worker import MultiWorker
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.single_device import SingleDevice
 from tfpar.strategies.tensor_parallel import TensorParallel

@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar._compat import tf_distribute
+from tfpar.engines.optimizer_shards import LocalCommunicator, OptimizerShards
+from tfpar.engines.replicas.replica_engine import ReplicaEngine
+from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.layout import Layout, Shard, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import replicas
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.batches_ahead import HOST
-from tfpar.strategies.optimizer_shards import LocalCommunicator, OptimizerShards
-from tfpar.strategies.replica_engine import ReplicaEngine
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
@@ -41,9 +41,9 @@ class Mirrored(Strategy):
         batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
             every replica calls such a layer with the whole batch.
         shard: `"optimizer"` divides the optimizer's state over the replicas (see
-            `tfpar.strategies.optimizer_shards`), which sums each gradient on one device, without NCCL, hierarchical
+            `tfpar.engines.optimizer_shards`), which sums each gradient on one device, without NCCL, hierarchical
             copies or packs; `"weights"` also the weights and gradients (see
-            `tfpar.strategies.block_engine`), without the three arguments before; None keeps all of it on each.
+            `tfpar.engines.stages.block_engine`), without the three arguments before; None keeps all of it on each.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
@@ -70,7 +70,7 @@ class Mirrored(Strategy):
         names = _resolved(devices)
         if shard == "weights":
             # A model in blocks runs on the other engine, which most users of replicas do not need.
-            from tfpar.strategies.block_engine import BlockEngine, check_without_effect
+            from tfpar.engines.stages.block_engine import BlockEngine, check_without_effect
 
             check_without_effect("all_reduce", all_reduce, "auto")
             check_without_effect("pack_bytes", pack_bytes, None)

@@ -12,6 +12,7 @@ import keras
 
 from tfpar import cluster
 from tfpar.cluster import tf_config
+from tfpar.engines.stages.stage_engine import Settings, StageEngine
 from tfpar.job import Job
 from tfpar.layout import Layout, ScheduleName, check_count
 from tfpar.messages import keyword_arguments
@@ -19,12 +20,12 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
 from tfpar.sharding.rules import Rules, check_rules
-from tfpar.strategies import grid_devices, remote_devices
+from tfpar.strategies import grid_devices
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.job_roles import refuse_evaluator
-from tfpar.strategies.lost_workers import check_seconds
-from tfpar.strategies.stage_engine import Settings, StageEngine
-from tfpar.strategies.worker_watch import WorkerWatch
+from tfpar.workers import remote_devices
+from tfpar.workers.job_roles import refuse_evaluator
+from tfpar.workers.lost_workers import check_seconds
+from tfpar.workers.worker_watch import WorkerWatch
 
 Parameters = ParamSpec("Parameters")
 

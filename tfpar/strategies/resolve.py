@@ -17,7 +17,7 @@ from tfpar.messages.suggestions import closest
 from tfpar.strategies import model_scopes
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.mirrored import Mirrored
-from tfpar.strategies.multi_worker.strategy import MultiWorker
+from tfpar.strategies.multi_worker import MultiWorker
 from tfpar.strategies.single_device import SingleDevice
 
 # The code for each strategy in messages.

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from tfpar import cluster
 from tfpar.cluster import tf_config
+from tfpar.engines.stages.stage_engine import Settings, StageEngine
 from tfpar.layout import Layout
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.sharding.rules import Rules, check_rules
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.stage_engine import Settings, StageEngine
 from tfpar.study.outputs import Words
 
 # Of its replicas: alone it computes the whole batch.

@@ -67,7 +67,7 @@ def study(
         ValueError: If the parts of a batch cannot give the whole.
 
     Example:
-        >>> from tfpar.strategies.replica_engine import ABILITIES
+        >>> from tfpar.engines.replicas.replica_engine import ABILITIES
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "sigmoid")])
         >>> model.compile("sgd", keras.losses.Dice())  # divides by the sum of all targets and outputs
         >>> batch = tf.random.normal([8, 2]), tf.ones([8, 3])

@@ -9,10 +9,10 @@ import pytest
 import tfpar
 from tests.strategies.test_hybrid import wide
 from tests.support import small
+from tfpar.engines.stages import stage_planner
 from tfpar.pipeline import schedule
 from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers, with_more_in_flight
-from tfpar.strategies import stage_planner
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -1,0 +1,270 @@
+"""How a step runs: the scope of a model, the distribution of data, the steps, and the state in memory."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
+from tfpar.engines.distributed import Distributed
+from tfpar.engines.model_checks import check_variables
+from tfpar.engines.preview import Preview, ReplicaRow, replicas_table
+from tfpar.engines.steps.batches_ahead import HOST, StepBatch
+from tfpar.engines.steps.multi_step import SECONDS_PER_CALL
+from tfpar.job import Job
+from tfpar.pipeline.schedule.simulator import Timeline
+from tfpar.placement.owners import num_bytes
+from tfpar.reduction import metric_logs
+from tfpar.reduction.verdict import Verdict
+
+
+class Engine(abc.ABC):
+    """Run the steps of a model on some devices.
+
+    An engine supplies the scope of the model, the distribution of datasets, and the train, evaluate and predict steps,
+    traced in a `tf.function` with the `step_batch` of an element; the trainer supplies the loops around them.
+    """
+
+    # The tf.distribute strategy of the weights; None for one device and for pipelines.
+    home: tf.distribute.Strategy | None = None
+    devices: Sequence[Any]
+    num_replicas: int
+    steps_multiple: int = 1
+    seconds_per_call: float = SECONDS_PER_CALL
+    compiles_with_xla: bool = True
+    # Whether jit_compile="auto" may mean XLA, which then compiles steps or passes as a whole.
+    chooses_xla: bool = False
+    # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
+    divides_state: bool = False
+    # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
+    has_schedule: bool = False
+    cuts_model: bool = False  # into stages, each with its own forward and backward pass
+    # Runs a failed step on an element again to find its error; None where TensorFlow reports it.
+    step_again: Callable[[keras.Model, str, Any], None] | None = None
+
+    @functools.cached_property
+    def job(self) -> Job:
+        """The workers that train the model, of which this process is one."""
+        return Job()
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self.job.num_workers
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return self.job.rank
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process decides for all workers and writes files."""
+        return self.job.is_chief
+
+    @abc.abstractmethod
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model and its optimizer are created."""
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices of this process that hold the model."""
+        return [str(device) for device in self.devices]
+
+    def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
+        """Return a preview of a step, with a title: a row for each device of this worker."""
+        num_local_replicas = max(1, self.num_replicas // self.num_workers)
+        gradient_bytes = sum(map(num_bytes, model.trainable_variables))
+        weight_bytes = sum(map(num_bytes, model.variables)) + gradient_bytes
+        rows = tuple(
+            ReplicaRow(
+                device=name,
+                num_examples=-(-int(data.num_rows(batch)) // num_local_replicas),
+                num_parameters=model.count_params(),
+                state_bytes=weight_bytes + sum(map(num_bytes, self.slots_on(model, number))),
+                gradient_bytes=gradient_bytes,
+            )
+            for number, name in enumerate(self.device_names)
+        )
+        return Preview(replicas_table(title, rows, self.num_replicas), rows)
+
+    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
+        """Return the variables of the optimizer that a device of this process holds.
+
+        Args:
+            model: A built and compiled model.
+            device: The number of the device.
+        """
+        return list(model.optimizer.variables)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which optimizers create their slots, within the scope.
+
+        Args:
+            model: A compiled model with built layers.
+        """
+        return contextlib.nullcontext()
+
+    def whole_state(self, model: keras.Model, folder: Path | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the chief reads all of the optimizer's state; all workers must enter it."""
+        return contextlib.nullcontext()  # it has all of it
+
+    @property
+    def step_device(self) -> str | None:
+        """The device of the operations of a step that request none; None for the host."""
+        return None
+
+    @property
+    def batch_parts(self) -> tuple[int, str]:
+        """The number of parts of a global batch, and the noun for what computes or contains one."""
+        return self.num_replicas, "replica"
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Measure when each action of a scheduled step runs."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return a dataset of elements for the steps from global batches or shards."""
+
+    @abc.abstractmethod
+    def local_batch(self, element: Any) -> Any:
+        """Return the local batch of an element of the distributed dataset."""
+
+    @abc.abstractmethod
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the size of the global batch of an element, an int64 scalar; may communicate."""
+
+    def digest(self, element: Any) -> Any:
+        """Return the `data.batch_digest` of the global batch of an element; None if no other worker reads it too."""
+        return None
+
+    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
+        """Return whether any worker has examples in the upcoming element, a boolean scalar; may communicate."""
+        return upcoming.has_value()
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is allocated on the devices of this strategy."""
+        return keras_variables.home_of(variable) is self.home and not tf_divided_memory.is_divided(variable)
+
+    def move_model(self, model: keras.Model) -> None:
+        """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.
+
+        A model that was built or compiled elsewhere then trains here with its current state, in the same Keras objects.
+
+        Args:
+            model: Any model, built and compiled as far as it may be.
+
+        Raises:
+            ValueError: If the model has variables that are no Keras variables.
+        """
+        away = [variable for variable in keras_variables.state(model) if not self.holds(variable)]
+        if {id(variable) for variable in away} & {id(weight) for weight in model.variables}:
+            check_variables(model, self.home)
+        for variable in away:
+            self._move(variable)
+        if away or keras_variables.belongs_to(model) is not self.home or keras_variables.has_lost_slots(model):
+            keras_variables.move_trainer(model, self.home)
+
+    def _move(self, variable: keras.Variable) -> None:
+        # Read before the scope begins: in a scope, TensorFlow refuses to read variables of another strategy.
+        value = tf.convert_to_tensor(variable.value) if keras_variables.is_allocated(variable) else None
+        with self.creation_scope():
+            keras_variables.re_create(variable, value)
+        if tf_distribute.is_summed_on_read(variable) and value is not None:  # each replica has all of the new value
+            self.assign(variable, value)
+
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Place the weights of a model on devices, before the optimizer creates its slots there.
+
+        Args:
+            model: A compiled model.
+            batch: The first global batch, `(inputs, targets, sample_weight)` as far as given.
+            training: Whether train steps follow; otherwise evaluate or predict steps.
+
+        Raises:
+            ValueError: If the weights do not fit.
+        """
+        return  # the scope places them
+
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out before the first step of a kind how parts of a batch give the whole, or refuse the model.
+
+        Args:
+            model: A built model; for "train" and "evaluate" a compiled one.
+            batch: The first batch, `(inputs, targets, sample_weight)` as far as given.
+            kind: "train", "evaluate" or "predict": what the next steps do.
+
+        Raises:
+            ValueError: If the parts of a batch cannot give the whole; the message names the reason.
+        """
+        return  # one device computes the whole batch
+
+    def verdict(self, model: keras.Model) -> Verdict | None:
+        """Return what the study of a model found for training; None where one device computes the whole batch.
+
+        Args:
+            model: A model after `study`.
+        """
+        return None
+
+    def step_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context for calls of the compiled loop of train or evaluate steps."""
+        return contextlib.nullcontext()
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the batch of a train or evaluate step, with the devices that read it; traced ahead of the step.
+
+        Args:
+            model: A model after `study`.
+            element: An element of the distributed dataset.
+        """
+        return StepBatch(element, [HOST] * len(tf.nest.flatten(element)))
+
+    @abc.abstractmethod
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on a batch of `step_batch`; return the loss, a scalar."""
+
+    @abc.abstractmethod
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from a batch of `step_batch`; return the loss, a scalar."""
+
+    @abc.abstractmethod
+    def predict_step(self, model: keras.Model, batch: Any) -> Any:
+        """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
+
+    @abc.abstractmethod
+    def end_call(self, model: keras.Model) -> None:
+        """Complete a call of several train steps; traced after them, before the metrics are read."""
+
+    @abc.abstractmethod
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one, after training."""
+
+    def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
+        """Return the logs over the examples of all workers: metric results and the entries of `compute_metrics`."""
+        return metric_logs.results(model)
+
+    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+        """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this.
+
+        A checkpoint contains them next to their sums, so that a resumed run adds in the order of an uninterrupted one.
+        """
+        return []  # one copy has all of the state
+
+    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
+        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
+        return  # one copy has the sum, which is restored already
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Set a variable so that it reads as `value`."""
+        variable.assign(value)

@@ -1,0 +1,338 @@
+"""Sharded optimizer state: each weight has one owner, which alone holds its slots and updates it.
+
+               weight 0 (owner 0)    weight 1 (owner 1)
+    replica 0  gradient ──┐          gradient ──┐
+    replica 1  gradient ──┤          gradient ──┤
+                          ▼                     ▼
+               sum and update        sum and update
+               on replica 0          on replica 1
+                          │                     │
+               new weight to all     new weight to all
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2. The
+owners are the replicas of one process or of all workers; in stages, the workers, over which the weights of each device
+are divided. In a process one call of the optimizer updates all of its weights, each on the device of its owner, so that
+clipping by the global norm, or an optimizer of a user's own, sees all gradients. Workers add their norms, all-reduce
+gradients as without shards, during the backward pass, and then send the new weights: half as many bytes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import (
+    keras_divided_optimizer,
+    keras_optimizer,
+    keras_sharded_slots,
+    keras_sharded_updates,
+    keras_variables,
+    tf_divided_memory,
+    tf_memory_elsewhere,
+)
+from tfpar.engines.slot_gathering import gathered
+from tfpar.job import Job
+from tfpar.per_model import PerModel
+from tfpar.placement.devices import follow_data
+from tfpar.placement.owners import choose_owners
+from tfpar.reduction import objective
+
+
+class Copies(NamedTuple):
+    """The memory of a weight, or of a piece of one.
+
+    Args:
+        memories: One on each replica of this process.
+        owner: The number of the owner among all replicas.
+        after: A tensor on each of these replicas, which the new value there waits for; none for no wait.
+    """
+
+    memories: Sequence[tf.Variable]
+    owner: int
+    after: Sequence[tf.Tensor] = ()
+
+
+class Communicator(Protocol):
+    """The messages between the owners of weights, in a traced function."""
+
+    def send(self, weights: Sequence[Copies]) -> None:
+        """Set all copies of weights to the value of their owner."""
+
+    def add(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the sum of a small tensor over all processes."""
+
+
+class LocalCommunicator:
+    """The messages between the devices of one process."""
+
+    def send(self, weights: Sequence[Copies]) -> None:
+        """Copy each weight from its owner to the other replicas."""
+        for memories, owner, after in weights:
+            with tf.device(memories[owner].device):
+                value = memories[owner].read_value()
+            for replica, memory in enumerate(memories):
+                if replica != owner:
+                    with tf.device(memory.device), tf.control_dependencies(after[replica : replica + 1]):
+                        memory.assign(tf.identity(value))
+
+    def add(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the tensor of the one process."""
+        return tensor
+
+
+class OptimizerShards:
+    """The owners of the weights of each model, and what they do.
+
+    Args:
+        job: The workers.
+        communicator: The messages between the copies of a weight.
+        devices: The devices of the replicas of this process; none in stages, where it has one copy of each weight.
+    """
+
+    def __init__(self, job: Job, communicator: Communicator, devices: Sequence[str] = ()) -> None:
+        self._job, self._communicator, self._devices = job, communicator, devices
+        self._tables: PerModel[dict[int, int]] = PerModel()
+        self._new: PerModel[bool] = PerModel()
+        self._is_lent = False
+        if devices:
+            keras_sharded_updates.refuse_updates_by_replicas()
+
+    def owners(self, model: keras.Model) -> dict[int, int]:
+        """Return the owner of each weight that is trained, or that an optimizer was built for, by the weight's `id`.
+
+        The owners stay while layers are frozen or thawed, because state cannot move to another worker.
+
+        Args:
+            model: A compiled model with built layers.
+        """
+        built = [optimizer for optimizer, _ in objective.updates_of(model) if optimizer is not None and optimizer.built]
+        known_weights = [weight for optimizer in built for weight in keras_sharded_slots.weights_of(optimizer)]
+        # In an update an optimizer has pieces of divided weights.
+        wholes = [tf_divided_memory.whole_of(weight)[0] for weight in (*_trained(model), *known_weights)]
+        weights, known = {id(weight): weight for weight in wholes}, self._tables.get(model) or {}
+        if weights.keys() != known.keys():
+            num_owners = self._job.num_workers * self._num_copies
+            known = choose_owners(weights.values(), num_owners, known, _first_device)
+            self._tables[model] = known
+        return known
+
+    @property
+    def _num_copies(self) -> int:
+        """The number of copies of a weight in this process."""
+        return max(1, len(self._devices))
+
+    def _here(self, model: keras.Model) -> dict[int, int]:
+        """Return the local replica of each owner in this process, by the weight's `id`."""
+        first = self._job.rank * self._num_copies
+        local = {key: owner - first for key, owner in self.owners(model).items()}
+        return {key: replica for key, replica in local.items() if 0 <= replica < self._num_copies}
+
+    def prepare(self, model: keras.Model) -> None:
+        """Refuse workers that differ in the owners, or in weights with which state begins; all must call this.
+
+        Without shards the chief's initial state is broadcast, which it does not have here.
+
+        Raises:
+            ValueError: If a worker differs from the chief.
+        """
+        keras_sharded_updates.swap_on_owners(model, self._change)
+        if self._job.num_workers == 1:
+            return
+        owners, weights = self.owners(model), _trained(model)
+        # By number: automatic names count the models of a process.
+        rows = [f"weight {number} {tuple(w.shape)} of owner {owners[id(w)]}" for number, w in enumerate(weights)]
+        self._job.require_equal({"owners of the optimizer's state": "\n".join(rows)})
+        optimizers = [optimizer for optimizer, _ in objective.updates_of(model)]
+        if self._new.get(model) and any(map(keras_optimizer.begins_with_weights, optimizers)):
+            digest = hashlib.sha256()
+            for weight in weights:
+                digest.update(weight.numpy().tobytes())
+            initial = "the initial weights, with which the optimizer's state begins"
+            self._job.require_equal({initial: digest.hexdigest()[:12]})
+        self._new[model] = False
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is a slot on a device of a replica, of this process or another."""
+        on = (keras_variables.is_on(variable, device) for device in self._devices)
+        return tf_memory_elsewhere.is_elsewhere(variable) or (keras_sharded_slots.is_owned(variable) and any(on))
+
+    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
+        """Return the variables of the optimizer in the memory of a device of this process, by its number."""
+
+        def is_there(variable: keras.Variable) -> bool:
+            is_mirrored = keras_variables.home_of(variable) is not None
+            return is_mirrored or keras_variables.is_on(variable, self._devices[device])
+
+        return list(filter(is_there, model.optimizer.variables))
+
+    @contextlib.contextmanager
+    def creating_slots(self, model: keras.Model) -> Iterator[None]:
+        """Return the context in which each slot is created on the owner of its weight alone, within the scope."""
+        here, contexts = self._here(model), contextlib.ExitStack()
+        if self._devices:
+            first, *_ = self._devices
+            devices = {id(weight.value): self._devices[here.get(id(weight), 0)] for weight in _trained(model)}
+            contexts.enter_context(keras_sharded_slots.slots_on(lambda memory: devices.get(id(memory), first)))
+        with contexts, keras_sharded_slots.creating_slots(lambda weight: id(weight) in here):
+            yield
+        self._new[model] = True
+        for optimizer, _ in objective.updates_of(model):
+            if optimizer.built:
+                self._hold(model, optimizer)
+
+    def _hold(self, model: keras.Model, optimizer: Any) -> None:
+        """Note the holder of each slot, and release the memory of the slots of other workers."""
+        if self._job.num_workers == 1:
+            return
+        keras_sharded_updates.check(optimizer)
+        owners, here = self.owners(model), self._here(model)
+        for slot, weight in keras_sharded_slots.slots_of_weights(optimizer):
+            rank = owners[id(weight)] // self._num_copies
+            keras_sharded_slots.hold(slot, rank, is_held_here=id(weight) in here)
+
+    def place_slots(self, model: keras.Model) -> None:
+        """Move the slots of optimizers that were built elsewhere to the owners of their weights.
+
+        The chief's state counts. All workers must call this.
+        """
+        here, optimizers = self._here(model), [optimizer for optimizer, _ in objective.updates_of(model)]
+        if self._job.num_workers > 1:
+            with self._job.vote():
+                for optimizer in optimizers:
+                    keras_sharded_updates.check(optimizer)
+            self._job.require_equal({"built optimizers": str([optimizer.built for optimizer in optimizers])})
+        for optimizer in (optimizer for optimizer in optimizers if optimizer.built):
+            for slot, weight in keras_sharded_slots.slots_of_weights(optimizer):
+                if not keras_sharded_slots.is_owned(slot):
+                    self._move(slot, here.get(id(weight)))
+            self._hold(model, optimizer)
+
+    def _move(self, slot: keras.Variable, replica: int | None) -> None:
+        """Move a slot to a local replica, or send it to the owner in another process."""
+        value = keras_sharded_slots.memories(slot)[0].read_value()
+        if self._job.num_workers > 1:
+            message = self._job.broadcast(value.numpy().tobytes())
+            value = np.frombuffer(message, value.dtype.as_numpy_dtype).reshape(value.shape)
+        if replica is not None and self._devices:
+            keras_sharded_slots.place_slot(slot, value, self._devices[replica])
+        elif replica is not None:
+            slot.assign(value)
+
+    def apply(self, model: keras.Model, optimizer: Any, weights: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Update each weight on its owner, and send it to all of its copies; in a step, after all reads of weights.
+
+        Args:
+            model: The model.
+            optimizer: The optimizer of the weights.
+            weights: Weights of the model, divided ones in pieces.
+            gradients: For each weight the sum on each replica of this process, right on its owner; None for a weight
+                without a gradient.
+        """
+        if all(sums is None for sums in gradients):
+            optimizer.apply(list(gradients), list(weights))  # raises
+        here = self._here(model)
+        wholes = [id(tf_divided_memory.whole_of(weight)[0]) for weight in weights]
+        own = [number for number, whole in enumerate(wholes) if whole in here]
+        totals = {number: gradients[number][here[wholes[number]]] for number in own if gradients[number] is not None}
+        own = own if totals else []
+        updated = [wholes[number] for number in totals]
+        norm_dtype = keras.backend.result_type(*(weight.dtype for weight in weights))
+        of_all_gradients = keras_sharded_updates.of_all_gradients(self._communicator.add, norm_dtype)
+        with self._owning(model, optimizer, updated), follow_data(), of_all_gradients:
+            keras_optimizer.apply(optimizer, list(map(totals.get, own)), [weights[number] for number in own])
+        self._send(model, optimizer, {id(weight): sums or () for weight, sums in zip(weights, gradients, strict=True)})
+
+    @contextlib.contextmanager
+    def _owning(self, model: keras.Model, optimizer: Any, updated: Sequence[int] = ()) -> Iterator[None]:
+        """Let an optimizer have the weights of this process alone, each as the memory on its owner.
+
+        Args:
+            model: The model.
+            optimizer: A built optimizer.
+            updated: For each weight or piece with a gradient, the `id` of the whole weight.
+        """
+        here, weights = self._here(model), keras_sharded_slots.weights_of(optimizer)
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(keras_optimizer.one_device_optimizer())
+            contexts.enter_context(keras_sharded_slots.of_owners(weights, here))
+            if any(map(tf_divided_memory.is_divided, weights)):
+                contexts.enter_context(keras_divided_optimizer.of_pieces(optimizer, updated))
+            contexts.enter_context(keras_sharded_updates.only_own(optimizer))
+            yield
+
+    def finalize(self, model: keras.Model, optimizer: Any) -> None:
+        """Overwrite weights with their moving averages where the optimizer has them."""
+        if keras_sharded_updates.finalizes(optimizer):
+            weights_of = keras_sharded_slots.weights_of
+            self._change(model, optimizer, lambda: optimizer.finalize_variable_values(weights_of(optimizer)))
+
+    def _change(self, model: keras.Model, optimizer: Any, change: Callable[[], None]) -> None:
+        """Change weights on their owners outside of a step, and send them to all of their copies.
+
+        Args:
+            model: The model.
+            optimizer: The optimizer of the weights.
+            change: Called where the optimizer has the weights of this process alone.
+        """
+
+        def change_and_send() -> None:
+            with self._owning(model, optimizer):
+                change()
+            self._send(model, optimizer, {})
+
+        tf.function(change_and_send, autograph=False)()
+
+    def _send(self, model: keras.Model, optimizer: Any, after: Mapping[int, Sequence[tf.Tensor]]) -> None:
+        """Send the weights of an optimizer from their owners to all of their copies.
+
+        Args:
+            model: The model.
+            optimizer: The optimizer.
+            after: For some weights, by `id`, a tensor on each replica which the new value there waits for.
+        """
+        owners, weights = self.owners(model), keras_sharded_slots.weights_of(optimizer)
+        self._communicator.send(
+            [
+                Copies(memories, owners[id(weight)], after.get(id(weight), ()))
+                for weight in weights
+                for memories in keras_sharded_slots.copies(weight)
+            ]
+        )
+
+    @contextlib.contextmanager
+    def whole_state(self, model: keras.Model, folder: Path | None) -> Iterator[None]:
+        """Return a context in which the chief reads the slots of all workers, which must all enter it.
+
+        Args:
+            model: The model.
+            folder: An existing folder of the chief for a temporary file of their size; None for that of the system.
+        """
+        updates = [] if self._is_lent else objective.updates_of(model)
+        variables = [variable for optimizer, _ in updates if optimizer is not None for variable in optimizer.variables]
+        slots = [variable for variable in variables if keras_sharded_slots.holder_of(variable) is not None]
+        if not slots:
+            yield
+            return
+        with gathered(slots, self._job, folder) as arrays, tf_memory_elsewhere.lent(arrays):
+            self._is_lent = True
+            try:
+                yield
+            finally:
+                self._is_lent = False
+
+
+def _trained(model: keras.Model) -> list[keras.Variable]:
+    """Return the weights of all optimizers of a model, without duplicates."""
+    groups = (weights for _, weights in objective.updates_of(model))
+    return list({id(weight): weight for weights in groups for weight in weights}.values())
+
+
+def _first_device(weight: keras.Variable) -> str:
+    return str(keras_sharded_slots.copies(weight)[0][0].device)

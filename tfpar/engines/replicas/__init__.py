@@ -1,0 +1,1 @@
+"""The steps of replicas: one program, with collectives inside the step."""

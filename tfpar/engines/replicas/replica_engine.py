@@ -1,0 +1,363 @@
+"""Data parallelism: every replica holds the model, computes a part of each global batch, and applies the same sums."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import (
+    keras_losses_in_call,
+    keras_model,
+    keras_optimizer,
+    keras_variables,
+    tf_distribute,
+)
+from tfpar.data import Sharded
+from tfpar.engines.distributed import Distributed
+from tfpar.engines.one_device import forward, loss_and_gradients
+from tfpar.engines.replicas import objective_steps
+from tfpar.engines.replicas.batch_parts import split_into_parts
+from tfpar.engines.replicas.gradient_sums import sum_gradients
+from tfpar.engines.replicas.replica_runs import ReplicaRuns, not_compiled
+from tfpar.engines.replicas.replica_states import (
+    assign_local_parts,
+    average_statistics,
+    layer_metrics_counted_once,
+    local_parts,
+    own_statistics,
+    summed_variables,
+    update_metrics_once,
+)
+from tfpar.engines.replicas.traced_rows import eager_kinds, may_look_up
+from tfpar.engines.shards_state import ShardsState
+from tfpar.engines.steps.batches_ahead import HOST, StepBatch
+from tfpar.messages import user_warnings
+from tfpar.per_model import PerModel
+from tfpar.reduction import objective
+from tfpar.reduction.gradient_order import compute_early
+from tfpar.reduction.indexed_slices import Lookups, kinds_of, lookups_of
+from tfpar.reduction.replicas import replica_id
+from tfpar.reduction.row_numbers import Sources
+from tfpar.reduction.update_order import after_reads
+from tfpar.reduction.verdict import Verdict
+from tfpar.reduction.whole_batch import AllGather
+from tfpar.study.outputs import BatchDependentLayers, Words
+from tfpar.study.report import gathering
+from tfpar.study.study import Abilities, study
+
+_WORDS = Words(
+    alone="train on SingleDevice()",
+    mixing="set batch_dependent_layers='gather' to compute it on the whole batch, or use SingleDevice()",
+    state=(
+        "Reduce the examples of all parts, which tfpar.gather returns, and leave out the weight's aggregation; or use "
+        "SingleDevice()."
+    ),
+)
+ABILITIES = Abilities(_WORDS, gathers=True, adds_states=True)
+
+
+class ReplicaEngine(ShardsState):
+    """The steps of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
+
+        global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
+                    └──► part 1 ──► replica 1: forward, backward ──┴─ all-reduce ┴─► optimizer on replica 1
+
+    Each replica computes its term of the global loss (see `tfpar.reduction.losses`). The gradients are all-reduced, and
+    every replica runs the optimizer on the same sums, so that clipping, accumulation and moving averages equal those
+    of one device.
+
+    Args:
+        strategy: The `tf.distribute` strategy that holds variables and runs functions on the local replicas.
+        pack_bytes: Bytes of a pack of gradients in an all-reduce; None for TensorFlow's default.
+        batch_dependent_layers: "refuse" batch-dependent layers, or "gather" the whole batch for them.
+    """
+
+    _compression: str | None = None
+    # Whether the replicas of this process communicate through `merge_call` only, which fails at once if one is missing.
+    _merges = False
+    _all_gather: AllGather | None = None
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        pack_bytes: int | None,
+        batch_dependent_layers: BatchDependentLayers = "refuse",
+    ) -> None:
+        keras_variables.convert_replicated_variables()
+        self.home = self._strategy = strategy
+        self._batch_dependent_layers = batch_dependent_layers
+        self._pack_bytes = pack_bytes
+        self._runs: PerModel[ReplicaRuns] = PerModel()
+        self.num_replicas = strategy.num_replicas_in_sync
+        self._num_local_replicas = len(strategy.extended.worker_devices)
+
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model and its optimizer are created."""
+        scope = contextlib.ExitStack()
+        scope.enter_context(self._strategy.scope())
+        scope.enter_context(keras_losses_in_call.undivided())  # a Functional model may hold a loss among its operations
+        return scope
+
+    def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:
+        """Split every global batch into per-replica batches, in TensorFlow's input threads, ahead of the step.
+
+        A batch with fewer examples than replicas is not split: every replica computes all of it, with a smaller weight.
+        So no replica runs on an empty batch, which layers and TensorFlow's fused convolutions do not support.
+
+        Args:
+            dataset: Global batches, or examples in shards.
+
+        Returns:
+            Elements `(parts, num_counted, example_weight, num_examples, digest)`: a tuple of one per-replica batch for
+            each local replica, the examples that each counts in metrics, the weight of an example in losses, the size
+            of the global batch, None where no worker has it, and its digest, None where no other worker has it.
+        """
+        if isinstance(dataset, Sharded):
+            return self._distribute_shards(dataset)
+        digest = data.batch_digest(dataset) if self.num_workers > 1 else lambda batch: None
+
+        def split(batch: Any) -> Any:
+            first = self.rank * self._num_local_replicas
+            own = slice(first, first + self._num_local_replicas)
+            parts = split_into_parts(data.with_equal_rows(batch), data.num_rows(batch), self.num_replicas, own)
+            return *parts, digest(batch)
+
+        elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
+        return Distributed(elements, unknown_end=self.num_workers > 1 and data.has_unknown_size(dataset))
+
+    def _distribute_shards(self, sharded: Sharded) -> Distributed:
+        return self.distribute(sharded.global_batches())
+
+    def local_batch(self, element: Any) -> Any:
+        """Return the examples of all local replicas, each example once."""
+        parts, _, example_weight, _, _ = element
+        return parts[0] if example_weight < 1 else data.join_batches(parts)
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the size of the global batch, an int64 scalar."""
+        return tf.cast(element[3], tf.int64)
+
+    def _runs_of(self, model: keras.Model) -> ReplicaRuns:
+        runs = self._runs.get(model)
+        if runs is None:
+            runs = ReplicaRuns(
+                self._strategy, self.num_replicas, compiles_calls=self._merges, all_gather=self._all_gather
+            )
+        return self._runs.setdefault(model, runs)
+
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out how replicas give the losses, metrics and states of the whole batch, or refuse the model."""
+        super().study(model, batch, kind)
+        runs = self._runs_of(model)
+        runs.begin(model)
+        if self.num_replicas == 1:
+            return
+        if kind != "predict" and objective.objectives_of(model):
+            with self.job.vote():
+                objective.check(model, batch)
+        else:
+            self._study(model, batch, kind, runs)
+        if kind == "train" and model.run_eagerly and may_look_up(model, batch):
+            with runs.gathering():
+                runs.eager_kinds = eager_kinds(model, batch, self._strategy.run)
+
+    def _study(self, model: keras.Model, batch: Any, kind: str, runs: ReplicaRuns) -> None:
+        abilities = self._abilities(kind)
+        with self.job.vote():
+            verdict, gathered = study(model, batch, kind, abilities)
+        agreed = self._agreed(verdict)
+        with self.job.vote():
+            if agreed.gathered != verdict.gathered:
+                _, gathered = study(model, batch, kind, abilities, agreed.gathered)
+        runs.note(model, agreed, gathered, kind)
+        cost = "A loss with one value per example sends less."
+        if kind != "predict" and self.is_chief and (line := gathering(model, agreed, "each replica", cost)):
+            user_warnings.warn(line)
+
+    def verdict(self, model: keras.Model) -> Verdict | None:
+        """Return what the study of a model found for training."""
+        return self._runs_of(model).verdict(True) if self.num_replicas > 1 else None
+
+    def _abilities(self, kind: str) -> Abilities:
+        """Return what this engine can do in steps of a kind."""
+        return ABILITIES._replace(gathers_layers=self._batch_dependent_layers == "gather")
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Return the verdict on which the workers agree."""
+        return verdict
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the element without its digest, each per-replica batch for the device of its replica."""
+        parts, *others, _ = element
+        devices = [
+            device
+            for part, device in zip(parts, self._strategy.extended.worker_devices, strict=True)
+            for _ in tf.nest.flatten(part)
+        ]
+        return StepBatch((parts, *others), [*devices, *(HOST for _ in tf.nest.flatten(others))])
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""
+        if objective.objectives_of(model):
+            return objective_steps.train(
+                model, batch, self._run, self._sum_gradients, self._apply, layer_metrics_counted_once
+            )
+        _, _, example_weight, _ = batch
+        runs = self._runs_of(model)
+        is_partial, verdict = runs.losses is not None and runs.losses.partial_values, runs.verdict(True)
+
+        def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+            with layer_metrics_counted_once(model, num_counted):
+                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, runs.call)
+            given = [*gradients, loss] if is_partial else gradients
+            sums = self._sum_gradients(model, given, (loss, outputs), example_weight, num_counted)
+            loss = sums.pop() if is_partial else loss
+            update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
+            return loss, sums
+
+        loss, gradients = self._run(model, on_replica, batch, training=True)
+        self._apply(model, model.optimizer, model.trainable_variables, gradients)
+        return loss
+
+    def _sum_gradients(
+        self,
+        model: keras.Model,
+        gradients: Sequence[Any],
+        forward: Any,
+        example_weight: tf.Tensor,
+        num_counted: tf.Tensor,
+        number: int = 0,
+        own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
+    ) -> list[Any]:
+        """Sum gradients, and a loss after them, over all replicas, for an update; called in replica context.
+
+        Args:
+            model: The model.
+            gradients: The gradients of the calling replica, and possibly its loss, a scalar.
+            forward: All results of the forward pass, the loss first.
+            example_weight: The weight of an example in losses.
+            num_counted: The number of its examples to count in metrics.
+            number: The number of the objective, where the model has several.
+            own_sums: For some gradients, by number, a function that sums them over all replicas in another way.
+        """
+        if self.num_replicas == 1:
+            return after_reads(list(gradients), forward, keras_model.recomputes(model))
+        lookups = self._lookups(model, gradients, number)
+        compute_early(gradients, forward[0])
+        owners = self._owners(model, number)
+        summed_on = owners if self._merges else ()
+        packing = self._pack_bytes, self._compression, own_sums
+        with not_compiled(model):
+            sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, summed_on)
+        if not owners:
+            return after_reads(sums, forward, keras_model.recomputes(model))
+        reads = (forward, gradients) if keras_model.recomputes(model) else forward
+        return after_reads(_only_owned(sums, owners), reads, False)
+
+    def _lookups(self, model: keras.Model, gradients: Sequence[Any], number: int) -> list[Lookups | None]:
+        """Return the lookups of each gradient of an objective, of which a loss after them has none."""
+        eager = self._runs_of(model).eager_kinds
+        sources, found = Sources(), []
+        for place, (gradient, weight) in enumerate(itertools.zip_longest(gradients, _weights(model, number))):
+            is_eager = tf.executing_eagerly()
+            kinds = (eager[number][place : place + 1] if eager else []) if is_eager else kinds_of(gradient, sources)
+            found.append(lookups_of(gradient, weight, kinds))
+        return found
+
+    def _owners(self, model: keras.Model, number: int) -> list[int]:
+        """Return the owner of each weight of an objective; none if every replica updates all weights."""
+        if self._shards is None:
+            return []
+        owners = self._shards.owners(model)
+        return [owners[id(weight)] for weight in _weights(model, number)]
+
+    def _apply(self, model: keras.Model, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
+        """Run an optimizer on every replica, on the local copies of the variables; with shards, on their owners."""
+        if variables and self._shards is not None:
+            local = [None if sums is None else self._strategy.experimental_local_results(sums) for sums in gradients]
+            self._shards.apply(model, optimizer, variables, local)
+        elif variables:
+            with keras_optimizer.one_device_optimizer():
+                self._strategy.extended.update(
+                    variables[0].value,
+                    lambda _, sums: keras_optimizer.apply(optimizer, sums, variables),
+                    args=(gradients,),
+                    group=False,
+                )
+
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
+        if objective.objectives_of(model):
+            return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
+        call, verdict = self._runs_of(model).call, self._runs_of(model).verdict(False)
+
+        def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+            with layer_metrics_counted_once(model, num_counted):
+                loss, outputs = forward(model, inputs, targets, weights, call)
+            update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
+            return (loss,)
+
+        (loss,) = self._run(model, on_replica, batch, training=False)
+        return loss
+
+    def end_call(self, model: keras.Model) -> None:
+        """Average the moving statistics of the replicas."""
+        if self.num_replicas > 1:
+            average_statistics(self._strategy, own_statistics(model))
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
+        for optimizer, variables in objective.updates_of(model):
+            if variables and self._shards is not None:
+                self._shards.finalize(model, optimizer)
+            elif variables:
+                with self.creation_scope(), keras_optimizer.one_device_optimizer():
+                    self._strategy.extended.update(
+                        variables[0].value,
+                        lambda _, by=optimizer, of=variables: by.finalize_variable_values(of),
+                        group=False,
+                    )
+
+    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+        """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this."""
+        variables = summed_variables(model) if self.num_replicas > 1 else []
+        return list(zip(variables, self._gather([local_parts(self._strategy, one) for one in variables]), strict=True))
+
+    def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
+        return self._runs_of(model).run(model, on_replica, batch, training)
+
+    def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the states of the replicas of all workers, from those of this worker."""
+        return parts
+
+    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
+        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
+        if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
+            assign_local_parts(self._strategy, variable, parts[self.rank * self._num_local_replicas :])
+
+
+def _weights(model: keras.Model, number: int) -> Sequence[keras.Variable]:
+    """Return the trained weights of an objective, or of a model without objectives."""
+    objectives = objective.objectives_of(model)
+    return objective.trained_by(model, objectives[number]) if objectives else model.trainable_variables
+
+
+def _only_owned(sums: Sequence[Any], owners: Sequence[int]) -> list[Any]:
+    """Return the sums of the calling replica's own weights; for each other weight a scalar, for what must come before.
+
+    Args:
+        sums: The sums of gradients, those of weights first; None for a weight without one.
+        owners: The owner of each weight, its number among the replicas of all workers.
+    """
+    own = replica_id()
+    others = [total is not None and owner != own for total, owner in zip(sums, owners, strict=False)]
+    return [tf.zeros([]) if is_other else total for total, is_other in itertools.zip_longest(sums, others)]

@@ -1,0 +1,44 @@
+"""The base of engines with one copy of the model, whose steps take whole global batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_optimizer
+from tfpar.engines.distributed import Distributed
+from tfpar.engines.engine import Engine
+from tfpar.reduction import objective
+
+
+class SingleReplica(Engine):
+    """An engine with one copy of each weight; a step takes a whole global batch."""
+
+    num_replicas = 1
+
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return the dataset of whole global batches."""
+        if isinstance(dataset, data.Sharded):
+            return Distributed(dataset.global_batches())
+        cuts_batch = self.cuts_model or self.batch_parts[0] > 1  # a single micro-batch is cut by rows too
+        return Distributed(data.map_batches(dataset, data.with_equal_rows) if cuts_batch else dataset)
+
+    def local_batch(self, element: Any) -> Any:
+        """Return the element, which is the global batch."""
+        return element
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the number of examples of the batch, an int64 scalar."""
+        return data.num_rows(element)
+
+    def end_call(self, model: keras.Model) -> None:
+        """Do nothing: every step is complete."""
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
+        with keras_optimizer.one_device_optimizer():
+            for optimizer, variables in objective.updates_of(model):
+                optimizer.finalize_variable_values(variables)

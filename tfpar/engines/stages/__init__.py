@@ -1,0 +1,1 @@
+"""The steps of stages and shards: a schedule over the devices of a grid."""

@@ -1,0 +1,60 @@
+"""The preview of layers that are divided over shards: the bytes of each device, and the layers that stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfpar._compat import keras_variables, tf_divided_memory
+from tfpar.engines.preview import Preview, ReplicaRow, replicas_table
+from tfpar.pipeline.graph.ir import Call
+from tfpar.placement.owners import num_bytes
+from tfpar.sharding.model_sharding import ModelSharding
+from tfpar.sharding.whole_layers import lines_of, whole_share
+
+
+def shards_preview(
+    title: str, model: keras.Model, calls: Sequence[Call], sharding: ModelSharding, num_examples: int,
+    replicas: Sequence[Sequence[str]],
+) -> Preview:  # fmt: skip
+    """Return the preview of a step of a model in one stage.
+
+    Args:
+        title: The first line.
+        model: A model with divided weights.
+        calls: Its layer calls.
+        sharding: Their sharding.
+        num_examples: The size of a batch, of which each device of a replica computes with the part of the replica.
+        replicas: The devices of the shards of each replica.
+    """
+    num_examples = -(-num_examples // len(replicas))
+    rows = tuple(
+        _shard_row(model, device, same_shard, num_examples)
+        for devices in replicas
+        for device, same_shard in zip(devices, zip(*replicas, strict=True), strict=True)
+    )
+    lines = lines_of(calls, sharding) or ["no layer is divided"]
+    share = whole_share(model, calls, sharding.weights, sharding.whole)[1]
+    return Preview("\n".join([replicas_table(title, rows, len(replicas)), "", *lines, share]), rows)
+
+
+def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_examples: int) -> ReplicaRow:
+    """Return the row of a device, with the weights of its shard; those of other replicas are copied during a step."""
+    optimizer, weights = keras_variables.optimizer_of(model), _on(model.variables, same_shard)
+    slots = _on(optimizer.variables if optimizer else (), [device])
+    gradient_bytes = sum(map(num_bytes, _on(model.trainable_variables, same_shard)))
+    return ReplicaRow(
+        device=device.removeprefix("/device:"),
+        num_examples=num_examples,
+        num_parameters=sum(int(weight.shape.num_elements() or 0) for weight in weights),
+        state_bytes=sum(map(num_bytes, [*weights, *slots])) + gradient_bytes,
+        gradient_bytes=gradient_bytes,
+    )
+
+
+def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
+    """Return the variables, or pieces of divided ones, on some devices."""
+    pieces = [piece for variable in variables for piece in tf_divided_memory.pieces_of(variable)]
+    return [piece for piece in pieces if any(keras_variables.is_on(piece, device) for device in devices)]

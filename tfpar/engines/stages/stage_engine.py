@@ -1,0 +1,416 @@
+"""The steps of a model in stages: pipelines, and grids of replicas, stages and shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar import data, process_lock
+from tfpar._compat import (
+    keras_divided_optimizer,
+    keras_model,
+    keras_variables,
+    keras_weight_placement,
+    random_state,
+    tf_function,
+)
+from tfpar.engines.preview import Preview
+from tfpar.engines.single_replica import SingleReplica
+from tfpar.engines.stages.shards_preview import shards_preview
+from tfpar.engines.stages.stage_planner import StagePlanner
+from tfpar.engines.steps.batches_ahead import StepBatch
+from tfpar.engines.steps.hidden_errors import revealed
+from tfpar.job import Job
+from tfpar.messages import user_warnings
+from tfpar.per_model import PerModel
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
+from tfpar.pipeline.analysis.stage_table import stages_table
+from tfpar.pipeline.analysis.step_timing import measure_step
+from tfpar.pipeline.execution.peers import LocalPart, Peers
+from tfpar.pipeline.execution.step_compiler import StepCompiler
+from tfpar.pipeline.execution.steps import Apply, PipelineSteps
+from tfpar.pipeline.partition.partitioner import Balance
+from tfpar.pipeline.partition.traffic import describe_traffic
+from tfpar.pipeline.schedule.simulator import Timeline
+from tfpar.reduction import objective
+from tfpar.reduction.verdict import Verdict
+from tfpar.sharding import updates
+from tfpar.sharding.rules import Rules
+from tfpar.sharding.stages import groups_of
+from tfpar.sharding.whole_layers import lines_of
+from tfpar.study.known_layers import check_parts, check_synchronized
+from tfpar.study.outputs import Words
+from tfpar.study.report import gathering
+from tfpar.study.study import Abilities, check_state_of_stages, study
+from tfpar.workers import remote_devices
+
+_ALONE = "use a Pipeline with num_microbatches=1"
+WORDS_OF_STAGES = Words(alone=_ALONE, mixing=f"{_ALONE}, or allow_batch_dependent_layers=True to accept other results")
+
+
+class Settings(NamedTuple):
+    """The settings of stages that do not depend on their devices; see `Pipeline`.
+
+    Attributes:
+        strategy: What the user wrote, at the beginning of a sentence.
+        words: What the strategy advises in a refusal.
+        has_schedule: Whether stages and micro-batches overlap.
+    """
+
+    balance: Balance | Sequence[int] | Sequence[str] = "parameters"
+    recompute: bool = False
+    memory_limit_bytes: int | None = None
+    allow_batch_dependent_layers: bool = False
+    num_shards: int = 1
+    layout: Rules | None = None
+    strategy: str = "A pipeline"
+    words: Words = WORDS_OF_STAGES
+    has_schedule: bool = True
+
+
+class StageEngine(SingleReplica):
+    """The steps of a model in stages, on one replica of a pipeline or several.
+
+    Args:
+        settings: The pipeline.
+        schedule: The order of the actions of all replicas of this process.
+        devices: Those of the schedule, the devices of the first replica first; for each all those of its shards.
+        peers: The other workers of a job; None for none.
+        other_orders: Other orders of the same devices, on several machines.
+        job: The workers; None for this process alone.
+        shards_weights: Whether the weights are divided over the devices, each with all stages of a replica.
+        misfit: Why the workers cannot share the stages, though replicas of them might; None if they can.
+    """
+
+    compiles_with_xla = False
+    cuts_model = True
+
+    def __init__(
+        self,
+        settings: Settings,
+        schedule: schedules.Schedule,
+        devices: Sequence[str],
+        peers: Peers | None = None,
+        other_orders: Sequence[Sequence[str]] = (),
+        *,
+        job: Job | None = None,
+        shards_weights: bool = False,
+        misfit: ValueError | None = None,
+    ) -> None:
+        if job is not None:
+            self.job = job
+        self._misfit, self.has_schedule = misfit, settings.has_schedule
+        self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
+        self.num_replicas = schedule.num_replicas
+        if not any("/job:" in device for device in devices):  # a worker that is lost would not answer
+            self.step_again = self._step_again
+        self._groups = groups_of(devices, settings.num_shards)
+        self._planner = StagePlanner(
+            schedule,
+            devices[:: settings.num_shards],
+            settings.balance,
+            settings.recompute,
+            settings.memory_limit_bytes,
+            settings.allow_batch_dependent_layers,
+            self.job.vote,
+            None if peers is None else self.job.agree,
+            other_orders,
+            shards_weights=shards_weights,
+            groups=self._groups,
+            rules=settings.layout,
+        )
+        self._steps: PerModel[PipelineSteps] = PerModel()
+        self._present: PerModel[list[bool]] = PerModel()
+
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model is created; its weights are allocated with the stages.
+
+        Raises:
+            ValueError: If the workers cannot share the stages.
+        """
+        if self._misfit is not None:
+            raise self._misfit
+        return keras_weight_placement.deferred_weights()
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices; those of other workers with their rank."""
+        return list(map(remote_devices.label, self.devices))
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is plain, or in pieces where stages have shards."""
+        return keras_variables.home_of(variable) is None if self._groups else super().holds(variable)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the slots of divided weights are created in pieces."""
+        if not self._groups:
+            return super().creating_slots(model)
+        return keras_divided_optimizer.creating_divided_slots()
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
+        if self._groups:
+            updates.finalize(model)
+        else:
+            super().finalize_weights(model)
+
+    @property
+    def chooses_xla(self) -> bool:  # type: ignore[override]
+        """Whether jit_compile="auto" may mean XLA, which compiles stages of one device."""
+        return not self._groups
+
+    @property
+    def batch_parts(self) -> tuple[int, str]:
+        """The number of micro-batches of a global batch, and their noun."""
+        return self.schedule.num_microbatches * self.num_workers, "micro-batch"
+
+    def move_model(self, model: keras.Model) -> None:
+        """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
+
+        Raises:
+            ValueError: If the model cannot be cut into stages, keeps a state for each example, or has variables that
+                are no Keras variables.
+        """
+        super().move_model(model)
+        check_parts(model, training=False)
+        if objective.objectives_of(model):
+            raise ValueError(
+                f"{self.settings.strategy} trains with the loss of compile, and {type(model).__name__} has objectives. "
+                "Train it with SingleDevice, or Mirrored or MultiWorker, also with shard='optimizer'."
+            )
+        if self._planner.forget_changed(model):
+            self._steps.pop(model)
+        self._planner.place_early(model)
+
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Divide the model into stages with the first batch, and place its weights on their devices.
+
+        A model that was compiled again keeps its stages; its loss, metrics and optimizer programs are created again.
+
+        Raises:
+            ValueError: If the model cannot be divided, a layer is batch-dependent, or one is in a `keras.RematScope`.
+        """
+        with self.job.vote():
+            self._check_inputs(model, data.present_inputs(batch))
+            if training:
+                _check_no_scope(model)
+        if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
+            self._check_update(model, training)
+            self._steps[model].keep_first(batch, training)
+            return
+        self._planner.plan(model, batch)
+        self._check_update(model, training)
+        schedule = self._planner.schedule_of(model)
+        compiler = StepCompiler(
+            self._planner.stages_of(model),
+            schedule.num_microbatches * self.num_workers,
+            self._planner.other_stage_devices(model),
+            None if self._peers is None else self.job.agree,
+        )
+        self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
+        self._steps[model].keep_first(batch, training)
+
+    def _check_inputs(self, model: keras.Model, present: list[bool]) -> None:
+        """Refuse other optional inputs than in the first batch; divide one stage of shards again for them."""
+        before = self._present.setdefault(model, present)
+        if before == present or len(before) != len(present):
+            return
+        if not self._planner.divides_one_stage:
+            raise ValueError(
+                "All batches of a pipeline must have the same optional inputs, received a batch with None in other "
+                "places than in the first batch. Use a separate tfpar.Trainer for each kind of batch, or Mirrored."
+            )
+        self._present[model] = present
+        self._planner.forget(model)
+        self._steps.pop(model)
+
+    def _check_update(self, model: keras.Model, training: bool) -> None:
+        """Refuse an optimizer that cannot update divided weights, and divide what it has of them."""
+        if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
+            updates.check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.has_schedule}")
+            updates.place_slots(model)
+
+    def _peers_of(self, model: keras.Model) -> Peers | None:
+        """Return the other workers of a job as the steps of a model need them; None for none."""
+        return self._peers
+
+    def _update_of(self, model: keras.Model) -> Apply | None:
+        """Return the function that runs the optimizer in a step; None for Keras' own on whole weights."""
+        return (lambda gradients, _: updates.apply(model, gradients)) if self._groups else None
+
+    def schedule_of(self, model: keras.Model) -> schedules.Schedule:
+        """Return the schedule of a model: fewer stages for few layer calls, forward passes first for some losses."""
+        steps = self._steps.get(model)
+        return self._planner.schedule_of(model) if steps is None else steps.schedule
+
+    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
+        """Measure the stages on a batch and predict a step; all workers must call it."""
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        steps = self._prepared(model)
+        self._planner.check_settings(model, training=True)
+        with process_lock.ProcessLock(), self.step_context(), self.job.reported(), self._revealed(model, batch):
+            return predict_step_time(
+                self._planner.partition_of(model),
+                steps,
+                self._planner.schedule_of(model),
+                [self._planner.stage_devices(model), *self._planner.other_stage_devices(model)],
+                self._planner.memory_of(model),
+                batch,
+                self._planner.microbatch_size(inputs),
+                self._peers,
+                self._groups,
+            )
+
+    def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
+        """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
+        if not self.has_schedule:
+            self._prepared(model)
+            ((layout, stage),) = self._planner.divided_stages(model)
+            num_examples = int(data.num_rows(batch))
+            return shards_preview(title, model, stage.calls, layout, num_examples, list(self._groups.values()))
+        prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
+        between_workers = describe_traffic(self._planner.grids_of(model))
+        divided = self._planner.divided_stages(model)
+        lines = [line for layout, calls in divided for line in lines_of(calls.calls, layout)]
+        table = stages_table(
+            prediction.rows,
+            prediction.planned,
+            schedule,
+            prediction.included,
+            prediction.not_measured,
+            between_workers,
+            self.num_workers,
+            self.settings.num_shards,
+            ["The memory is that of all shards of a stage together.", *lines] if divided else [],
+        )
+        return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Run all actions of a step a few times and measure when each runs; no weight changes.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Raises:
+            ValueError: If the model was not prepared since it was last compiled.
+        """
+        steps = self._prepared(model)
+        self._planner.check_settings(model, training=True)
+        with process_lock.ProcessLock(), self.step_context(), self._revealed(model, batch):
+            return measure_step(self.schedule_of(model), lambda schedule: steps.timed(batch, schedule))
+
+    def _prepared(self, model: keras.Model) -> PipelineSteps:
+        steps = self._steps.get(model)
+        if steps is None or steps.compiler.compilation is not keras_model.compilation(model):
+            raise ValueError(
+                f"A model must be prepared with its first batch before its stages are measured, and {model.name!r} was "
+                f"{'compiled again since' if steps else 'not yet'}. Call trainer.build(dataset) first."
+            )
+        return steps
+
+    def study(self, model: keras.Model, batch: Any, kind: str) -> None:
+        """Find out how micro-batches give the losses, metrics and states of the whole batch, or refuse the model."""
+        training = kind == "train"
+        check_parts(model, training)
+        if self.batch_parts[0] == 1:
+            with tf.device(self.devices[0]), random_state.stand_in_generator():
+                check_state_of_stages(model, batch, kind, self.settings.words)
+            return
+        accepts = self.settings.allow_batch_dependent_layers
+        abilities = Abilities(self.settings.words, gathers=False, adds_states=self._adds_states, accepts_mixing=accepts)
+        with self.job.vote(), tf.device(self.devices[0]), random_state.stand_in_generator():
+            if training and not accepts:
+                check_synchronized(model, self.settings.words.mixing)
+            verdict, _ = study(model, batch, kind, abilities)
+        if self._peers is not None:
+            verdict = Verdict.of_json(self.job.agree(verdict.to_json()))
+        if kind != "predict":
+            self._steps[model].compiler.losses.verdicts[training] = verdict
+            cost = self._cost_of_order(model) if training and verdict.takes_whole_loss else ""
+            if self.is_chief and (line := gathering(model, verdict, "the last stage", cost)):
+                user_warnings.warn(line)
+
+    def _cost_of_order(self, model: keras.Model) -> str:
+        """Return a sentence about the memory of a step with its forward passes first; empty where it is the same."""
+        before, after = (
+            max(schedules.peak_activations(schedule.of_one_replica))
+            for schedule in (self._planner.schedule_of(model), self.schedule_of(model))
+        )
+        if before == after:
+            return ""
+        return (
+            f"All forward passes of a step come first (the order of GPipe): a device keeps the activations of {after} "
+            f"micro-batches, not of {before}. A loss with one value per example keeps fewer."
+        )
+
+    def verdict(self, model: keras.Model) -> Verdict | None:
+        """Return what the study of a model found for training."""
+        return self._steps[model].compiler.losses.verdicts.get(True)
+
+    @property
+    def _adds_states(self) -> bool:
+        """Whether replicas of the pipeline update metrics apart."""
+        return self.schedule.num_replicas > 1 or self._peers is not None
+
+    def step_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
+        return tf_function.short_graph_optimization()
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the batch, each tensor for the devices of the stages that take it."""
+        return StepBatch(*self._steps[model].staged(element))
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on a batch; return the loss, a scalar."""
+        self._planner.check_settings(model, training=True)
+        return self._steps[model].train_step(*self._local(batch))
+
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from a batch; return the loss, a scalar."""
+        self._planner.check_settings(model, training=False)
+        return self._steps[model].evaluate_step(*self._local(batch))
+
+    def predict_step(self, model: keras.Model, batch: Any) -> Any:
+        """Return the model's outputs, `[batch, ...]` each."""
+        self._planner.check_settings(model, training=False)
+        local, part = self._local(batch)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
+        return self._steps[model].predict_step(inputs, part)
+
+    def _revealed(self, model: keras.Model, batch: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context that finds the error of a measured train step, on a batch as `train_step` takes it."""
+        again = self.step_again
+        if again is None or self._peers is not None:
+            return contextlib.nullcontext()
+        return revealed(lambda: again(model, "train", batch))
+
+    def _step_again(self, model: keras.Model, kind: str, element: Any) -> None:
+        """Run the actions of a failed step of a kind, "train", "evaluate" or "predict", one after another."""
+        batch, part = self._local_alone(element)
+        if kind == "predict":
+            batch, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        self._steps[model].run_again(batch, part, kind)
+
+    def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
+        """Return the local batch of an element, and what part of the global batch it is; None for all of it."""
+        return element, None
+
+    def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
+        """Return what `_local` does, as if the local batch were the global batch; no message to other workers."""
+        return self._local(element)
+
+
+def _check_no_scope(model: keras.Model) -> None:
+    """Refuse layers that compute no gradients of values that a stage gives their weights."""
+    if layers := keras_model.recomputed_layers(model):
+        raise ValueError(
+            "Stages and shards give layers the values of their weights, of which keras.RematScope computes no "
+            f"gradients, received {layers[0].name!r} from such a scope. Build it outside of one, or train on "
+            "Mirrored(); a pipeline recomputes its layers with recompute=True."
+        )

@@ -1,0 +1,334 @@
+"""The stages of each model in a pipeline: measured costs, partition, placement of weights, compiled stages."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import keras
+
+from tfpar import cluster, data
+from tfpar._compat import (
+    keras_losses,
+    keras_optimizer,
+    keras_variables,
+    random_state,
+)
+from tfpar.engines.stages.free_memory import within_free_memory
+from tfpar.engines.stages.model_version import ModelVersion
+from tfpar.messages import user_warnings
+from tfpar.per_model import PerModel
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.analysis.link_timing import measure_transfers
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.partition.blocks import num_blocks
+from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
+from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
+from tfpar.pipeline.partition.stages import bytes_per_example, owner_of
+from tfpar.pipeline.partition.traffic import Grid, by_traffic
+from tfpar.pipeline.schedule.simulator import Durations
+from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.pipeline.stages.compiler import StageCompiler
+from tfpar.placement.devices import place_weights
+from tfpar.placement.owners import homes
+from tfpar.sharding.model_sharding import ModelSharding
+from tfpar.sharding.rules import Rules
+from tfpar.sharding.stages import DividedStage, Groups, divide_stages
+
+
+class StagePlanner:
+    """The partitions of models into stages, with the weights of each stage on its device.
+
+    Args:
+        schedule: The schedule for a model with enough layer calls.
+        devices: The devices of the schedule.
+        balance: As for `Pipeline`.
+        recompute: As for `Pipeline`.
+        memory_limit_bytes: As for `Pipeline`.
+        allow_batch_dependence: Whether batch-dependent layers are allowed.
+        raising: Returns a context that raises an error of one worker of a job on all.
+        agree: Returns the chief's value of a JSON structure in a job of several workers; None in one process.
+        other_orders: Other orders of the same devices, on several machines; each model has the one of least traffic.
+        shards_weights: Whether the weights of a model are divided over the devices, each with all stages of a replica.
+        groups: The devices of the shards of a stage, by the first of them, which is one of `devices`; empty for stages
+            on one device each.
+        rules: Rules of the user for the weights that the shards divide; None to choose from the graph.
+
+    Attributes:
+        num_state_parts: The number of workers over which the optimizer's state of a stage is divided.
+    """
+
+    num_state_parts: int = 1
+
+    def __init__(
+        self,
+        schedule: schedules.Schedule,
+        devices: Sequence[str],
+        balance: Balance | Sequence[int] | Sequence[str],
+        recompute: bool,
+        memory_limit_bytes: int | None,
+        allow_batch_dependence: bool,
+        raising: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        agree: Callable[[Any], Any] | None = None,
+        other_orders: Sequence[Sequence[str]] = (),
+        *,
+        shards_weights: bool = False,
+        groups: Groups = MappingProxyType({}),
+        rules: Rules | None = None,
+    ) -> None:
+        self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
+        self._groups, self._rules, self._orders = groups, rules, [devices, *other_orders]
+        self._divided: PerModel[dict[int, tuple[ModelSharding, DividedStage]]] = PerModel()
+        self._grids: PerModel[list[Grid]] = PerModel()
+        self._raising, self._agree, self._balance, self._recompute = raising, agree, balance, recompute
+        self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
+        self._schedules: PerModel[schedules.Schedule] = PerModel()
+        self._partitions: PerModel[Partition] = PerModel()
+        self._versions: PerModel[ModelVersion] = PerModel()
+        self._sizes: PerModel[list[int]] = PerModel()
+        self._stages: PerModel[StageCompiler] = PerModel()
+
+    def forget_changed(self, model: keras.Model) -> bool:
+        """Delete the stages of a model that they are no longer of; return whether there were any.
+
+        Another strategy has moved its weights, or settings of its layers have changed before the last `compile`.
+        """
+        version = self._versions.get(model)
+        if version is None:
+            return False
+        if not version.is_moved(model):
+            if not version.has_other_settings(model):
+                return False
+            self._sizes[model] = [len(stage.calls) for stage in self._partitions[model].stages]  # no weight moves
+        self.forget(model)
+        return True
+
+    def forget(self, model: keras.Model) -> None:
+        """Delete the stages of a model."""
+        self._partitions.pop(model)
+        self._stages.pop(model)
+        self._versions.pop(model)
+
+    def check_settings(self, model: keras.Model, training: bool) -> None:
+        """Refuse the trace of a step if settings of layers have changed since the traces of the stages.
+
+        Raises:
+            ValueError: If a layer, or the model's own call, has changed.
+        """
+        self._versions[model].check_settings(model, training)
+        model_graph.check_unchanged(model, self._partitions[model].graph)
+
+    def _balance_of(self, model: keras.Model, graph: model_graph.Graph) -> Balance | Sequence[int] | Sequence[str]:
+        """Return the balance of a model: that of earlier stages of as many calls."""
+        sizes = self._sizes.get(model) or []
+        return sizes if sum(sizes) == len(graph.calls) else self._balance
+
+    def place_early(self, model: keras.Model) -> None:
+        """Place the weights of a functional model before its first batch, without measured times."""
+        if model not in self._partitions and model.built and getattr(model, "inputs", None):
+            with self._raising(), random_state.stand_in_generator():
+                graph = self._trace(model)
+                balance = self._balance_of(model, graph)
+                balance = "parameters" if balance in ("time", "flops") else balance
+                costs = self._measure(graph, balance, (), 1)
+            # Whether a rule fits depends on the stages; several are others with measured times.
+            rules = self._rules if self.divides_one_stage else None
+            self._cut(model, graph, balance, costs, 1, warns=self.divides_one_stage, rules=rules)
+
+    def plan(self, model: keras.Model, batch: Any) -> None:
+        """Cut a model into stages at its first batch, and again for an optimizer that needs more memory.
+
+        Args:
+            model: A compiled model.
+            batch: The first global batch.
+
+        Raises:
+            ValueError: If the model cannot be cut into stages.
+        """
+        if model not in self._stages and not self._is_placed_for(model, batch):
+            self._trace_and_cut(model, batch)
+        elif self._memory_limit_bytes is not None:  # a new optimizer may have more slots per weight
+            before = self._partitions[model]
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            size = self.microbatch_size(inputs)
+            costs = update_trainable_bytes(before.graph, before.costs)
+            self._cut(model, before.graph, self._balance, costs, size, rules=self._rules)
+            self._hide_transfers(model, size)
+        if model not in self._stages:
+            self._stages[model] = StageCompiler(
+                model,
+                self._partitions[model].graph,
+                self._partitions[model].stages,
+                self.stage_devices(model),
+                recompute=self._recompute,
+                splits_backward=self._schedule.splits_backward,
+                accumulates=self._schedule.microbatches_per_replica > 1,
+                shards_weights=self._shards_weights,
+                divided=dict(enumerate(calls for _, calls in self.divided_stages(model))),
+                groups=self._groups,
+                pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
+            )
+
+    def _is_placed_for(self, model: keras.Model, batch: Any) -> bool:
+        """Return whether the stages from before the first batch are final: nothing is measured, no input is absent."""
+        is_final = self.divides_one_stage and self._balance == "parameters" and model in self._partitions
+        return is_final and all(data.present_inputs(batch))
+
+    def stages_of(self, model: keras.Model) -> StageCompiler:
+        """Return the compiled stages of a model."""
+        return self._stages[model]
+
+    def partition_of(self, model: keras.Model) -> Partition:
+        """Return the partition of a model."""
+        return self._partitions[model]
+
+    def schedule_of(self, model: keras.Model) -> schedules.Schedule:
+        """Return the schedule of a model, with fewer stages if the model has fewer layer calls."""
+        return self._schedules.get(model) or self._schedule
+
+    def memory_of(self, model: keras.Model) -> MemoryNeeds:
+        """Return the memory that the stages of a model need in addition to weights and gradients."""
+        # With a split backward pass, recomputed activations are saved until the weight gradient.
+        one_at_a_time = self._recompute and not self._schedule.splits_backward
+        num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
+        num_slots = keras_optimizer.slots_per_weight(keras_variables.optimizer_of(model), model.trainable_variables)
+        return MemoryNeeds(self._memory_limit_bytes, -(-num_slots // self.num_state_parts), num_activations)
+
+    def microbatch_size(self, inputs: Any) -> int:
+        """Return the number of examples in the largest micro-batch of a batch."""
+        return -(-int(data.num_rows(inputs)) // self._schedule.num_microbatches)
+
+    def stage_devices(self, model: keras.Model) -> list[str]:
+        """Return the device of each stage of the first replica."""
+        return self._grids[model][0].devices[0]
+
+    def other_stage_devices(self, model: keras.Model) -> list[list[str]]:
+        """Return the device of each stage of each further replica."""
+        return self._grids[model][0].devices[1:]
+
+    def divided_stages(self, model: keras.Model) -> list[tuple[ModelSharding, DividedStage]]:
+        """Return the layout and the layer calls of each stage; nothing for stages on one device each."""
+        return list((self._divided.get(model) or {}).values())
+
+    def grids_of(self, model: keras.Model) -> list[Grid]:
+        """Return the grid of a model, and then those of more traffic between machines."""
+        return self._grids[model]
+
+    def _trace_and_cut(self, model: keras.Model, batch: Any) -> None:
+        given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        size = self.microbatch_size(given)
+        with self._raising(), random_state.stand_in_generator():
+            model_graph.build(model, given)
+            with keras_losses.collect_added_losses(list):
+                graph = self._trace(model, given)
+            balance = self._balance_of(model, graph)
+            costs = self._measure(graph, balance, model_graph.standardize(model, given), size)
+        warned = self.divides_one_stage and model in self._partitions
+        self._cut(model, graph, balance, costs, size, warns=not warned, rules=self._rules)
+        self._hide_transfers(model, size)
+
+    @property
+    def divides_one_stage(self) -> bool:
+        """Whether a replica is one stage of shards, whose layout needs no balance."""
+        return bool(self._groups) and self._schedule.num_stages == 1
+
+    def _trace(self, model: keras.Model, inputs: Any = None) -> model_graph.Graph:
+        """Trace a model; several stages keep blocks whole, as sizes that a block reads would cross their cuts."""
+        opens = self.divides_one_stage
+        return model_graph.trace(model, inputs, opens_blocks=opens, symbolic_sizes=opens)
+
+    def _measure(
+        self, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
+    ) -> Sequence[CallCost]:
+        return measure(graph, inputs, size, self._devices[0], times=balance == "time", flops=balance == "flops")
+
+    def _cut(
+        self,
+        model: keras.Model,
+        graph: model_graph.Graph,
+        balance: Balance,
+        costs: Sequence[CallCost],
+        size: int,
+        warns: bool = False,
+        rules: Rules | None = None,
+    ) -> None:
+        self._schedules[model] = schedule = self._fitted_schedule(model, graph, costs)
+        memory = self.memory_of(model)
+        cut = functools.partial(partition_model, graph, balance, schedule.num_stages, schedule.num_devices, costs, size)
+        with self._raising():
+            estimates = not self._shards_weights and not self._groups
+            if memory.limit_bytes is None and estimates and self._free_bytes is not None:
+                partition = within_free_memory(
+                    model.name, cut, memory, self._free_bytes, schedule.num_devices if warns else None
+                )
+            else:
+                partition = cut(memory)
+        if self._agree is not None:  # measured times, and free memory, differ between workers
+            partition = partition.with_sizes(self._agree([len(stage.calls) for stage in partition.stages]))
+        grids = [_stage_devices(schedule, order) for order in self._orders]
+        self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
+        if self._groups:
+            grid, groups = self._grids[model][0].devices, self._groups
+            with self._raising():
+                self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
+        else:
+            devices, stages = self._grids[model][0].devices, owner_of(partition.stages, model.variables)
+            home_of = homes(model, stages, len(devices), shards_weights=self._shards_weights)
+            place_weights(model, home_of, devices)
+        self._partitions[model] = partition
+        self._versions[model] = ModelVersion(model, counts_variables=bool(self._groups))
+        self._stages.pop(model)
+
+    def _hide_transfers(self, model: keras.Model, size: int) -> None:
+        """Let the schedule of a model hide the transfers between processes, if the memory suffices for it."""
+        partition, schedule, devices = self._partitions[model], self._schedules[model], self.stage_devices(model)
+        if schedule.name != "1f1b" or self._balance == "memory":
+            return
+        cut_bytes = [size * sum(map(bytes_per_example, values)) for values in partition.cut_values]
+        transfer_seconds = measure_transfers(devices, cut_bytes)
+        if not any(transfer_seconds):
+            return
+        untimed = 10 * max(transfer_seconds)  # of the stages of another balance, no layer was timed
+        forward, backward = (
+            tuple(sum(getattr(cost, name) for cost in costs) or untimed for costs in partition.stage_costs)
+            for name in ("forward_seconds", "backward_seconds")
+        )
+        durations = Durations(forward, backward, (), (), transfer_seconds)
+        self._schedules[model] = hiding_transfers(schedule, durations)
+        memory, limit_bytes = self.memory_of(model), self._memory_limit_bytes or self._free_bytes
+        if limit_bytes is not None and max(partition.device_bytes(memory, schedule.num_devices)) > limit_bytes:
+            self._schedules[model] = schedule
+
+    @functools.cached_property
+    def _free_bytes(self) -> int | None:
+        """The free memory of the GPU that has the least, before the first model has weights there."""
+        return cluster.free_bytes(self._devices)
+
+    def _fitted_schedule(
+        self, model: keras.Model, graph: model_graph.Graph, costs: Sequence[CallCost]
+    ) -> schedules.Schedule:
+        """Return the schedule, with fewer stages and a warning if the model has fewer layer calls than stages."""
+        if self._shards_weights:
+            number = num_blocks([cost.weight_bytes for cost in costs])
+            return schedules.on_one_device(number).replicated(self._schedule.num_replicas)
+        num_calls = len(graph.calls)
+        if not isinstance(self._balance, str) or num_calls >= self._schedule.num_stages:
+            return self._schedule
+        fitted = schedules.limit_stages(self._schedule, num_calls)
+        if model not in self._schedules:
+            user_warnings.warn(
+                f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self._schedule.num_stages} "
+                f"stages: it runs in {fitted.num_stages} on {', '.join(self._devices[: fitted.num_devices])}. Set a "
+                "smaller num_stages, or use Mirrored, which needs no stages."
+            )
+        return fitted
+
+
+def _stage_devices(schedule: schedules.Schedule, devices: Sequence[str]) -> list[list[str]]:
+    """Return the device of each stage, for each replica."""
+    names = [name if name.startswith("/") else f"/device:{name}" for name in devices]
+    firsts = range(0, schedule.num_microbatches, schedule.microbatches_per_replica)
+    return [[names[schedule.device_of(stage, first)] for stage in range(schedule.num_stages)] for first in firsts]

@@ -1,0 +1,1 @@
+"""Many steps in one call of a compiled loop, with the next batch copied ahead."""

@@ -1,0 +1,1 @@
+"""The engines in several processes: collectives between workers, and what they sum."""

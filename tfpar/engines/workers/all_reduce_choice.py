@@ -1,0 +1,80 @@
+"""The all-reduce between replicas: NCCL where each replica has a GPU of its own, else a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import tensorflow as tf
+
+from tfpar import cluster
+from tfpar.engines.workers.collectives import AllReduce, Group
+
+
+def agreed(all_reduce: AllReduce, devices: Sequence[str], hosts: Group, num_workers: int) -> Literal["ring", "nccl"]:
+    """Return the all-reduce for the devices of all workers, which must all call this.
+
+    Args:
+        all_reduce: The argument of the strategy.
+        devices: The devices of the replicas of this worker.
+        hosts: One device of each worker.
+        num_workers: Number of workers, each with the same number of replicas.
+
+    Raises:
+        ValueError: As for `choose`.
+
+    Example:
+        >>> agreed("auto", ["CPU:0"], Group(["CPU:0"], num_members=1), num_workers=1)
+        'ring'
+    """
+    cards = hosts.all_gather_equal_shapes(tf.constant(cluster.card_numbers(devices), tf.int64))
+    return choose(all_reduce, cards.numpy().tolist(), num_workers)
+
+
+def choose(all_reduce: AllReduce, cards: Sequence[int], num_workers: int) -> Literal["ring", "nccl"]:
+    """Return the all-reduce for the devices of all replicas; equal on all workers.
+
+    TensorFlow 2.21 takes a ring for `"auto"`, also between GPUs
+    (`tensorflow/core/common_runtime/collective_param_resolver_local.cc`): through the memory of the host.
+
+    Args:
+        all_reduce: The argument of the strategy.
+        cards: For each replica, in rank order, a number that only replicas on the same physical GPU share; 0 for a CPU.
+        num_workers: Number of workers, each with the same number of replicas.
+
+    Raises:
+        ValueError: If `"nccl"` is asked for, and a replica has no GPU of its own.
+
+    Example:
+        >>> choose("auto", [17, 29], num_workers=2), choose("auto", [17, 17], num_workers=2)
+        ('nccl', 'ring')
+    """
+    if all_reduce == "ring":
+        return "ring"
+    workers = [replica * num_workers // len(cards) for replica in range(len(cards))]
+    problem = _problem(cards, workers)
+    if problem is None:
+        return "nccl"
+    if all_reduce == "nccl":
+        raise ValueError(
+            f"all_reduce='nccl' needs a GPU of its own for each replica, and {problem}. Give each worker its own, as "
+            "python -m tfpar.launch does, or use all_reduce='auto'."
+        )
+    return "ring"
+
+
+def _problem(cards: Sequence[int], workers: Sequence[int]) -> str | None:
+    """Return why NCCL cannot connect the replicas, as a clause; None if it can."""
+    first: dict[int, int] = {}  # the first worker on each GPU
+    for card, worker in zip(cards, workers, strict=True):
+        if card == 0:
+            return f"worker {worker} trains on a CPU"
+        if card in first:
+            other = first[card]
+            return (
+                f"two replicas of worker {worker} share one"
+                if other == worker
+                else (f"workers {other} and {worker} share one")
+            )
+        first[card] = worker
+    return None

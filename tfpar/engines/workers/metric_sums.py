@@ -1,0 +1,60 @@
+"""Metric states of the replicas of all workers: their sums, and the states themselves for a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar.engines.replicas.replica_states import summed_variables
+from tfpar.engines.workers.collectives import Group
+from tfpar.reduction import metric_logs
+
+
+class MetricSums:
+    """Reduce metric states, of which every replica holds a term of the sum, over all workers.
+
+    Args:
+        strategy: The strategy of the replicas.
+        hosts: One device of each worker.
+        rank: The rank of this worker.
+        num_replicas: Replicas of all workers together.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, hosts: Group, rank: int, num_replicas: int) -> None:
+        self._strategy, self._hosts = strategy, hosts
+        self._rank, self._num_replicas = rank, num_replicas
+
+    def results(self, model: keras.Model) -> dict[str, tf.Tensor]:
+        """Return the logs over the examples of all workers; the states of the replicas do not change."""
+        variables = summed_variables(model)
+        copies = [copy for variable in variables for copy in self._strategy.experimental_local_results(variable.value)]
+        before = [copy.read_value() for copy in copies]
+        local_sums = [tf.convert_to_tensor(variable.value) for variable in variables]
+        for variable, total in zip(variables, self._hosts.all_reduce_many(local_sums), strict=True):
+            self.assign_local_sum(variable, total)
+        results: dict[str, tf.Tensor] = tf.nest.map_structure(tf.identity, metric_logs.results(model))
+        for copy, value in zip(copies, before, strict=True):
+            copy.assign(value)
+        return results
+
+    def all_gather(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the states of the replicas of all workers.
+
+        Args:
+            states: The states of this worker's replicas, `[local replicas, ...]` each.
+        """
+        rows = [np.zeros((self._num_replicas, *state.shape[1:]), state.dtype) for state in states]
+        for row, state in zip(rows, states, strict=True):  # a sum of states in which the other rows are zero
+            row[self._rank * len(state) : (self._rank + 1) * len(state)] = state
+        return [total.numpy() for total in self._hosts.all_reduce_many(list(map(tf.constant, rows)))]
+
+    def assign_local_sum(self, variable: keras.Variable, value: Any) -> None:
+        """Set the states of this worker's replicas so that they sum to a value."""
+        first, *others = self._strategy.experimental_local_results(variable.value)
+        first.assign(value)
+        for other in others:
+            other.assign(tf.zeros_like(other))

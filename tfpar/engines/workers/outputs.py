@@ -1,0 +1,67 @@
+"""Outputs of the replicas of all workers, combined into those of the global batch on every worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar.engines.steps.batches_ahead import HOST
+
+
+def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:
+    """Return the outputs for the global batch from those of every replica; called in replica context.
+
+    Args:
+        outputs: The outputs of the calling replica, `[examples, ...]` in any structure.
+        example_weight: The weight of an example; less than 1 if every replica computed the whole batch.
+        num_examples: The size of the global batch.
+        num_replicas: Replicas of all workers together.
+
+    Raises:
+        TypeError: If an output is no dense tensor.
+    """
+    context = tf.distribute.get_replica_context()
+    index = tf.cast(tf.get_static_value(context.replica_id_in_sync_group), tf.int64)
+    with tf.device(HOST):  # sizes on a GPU would let the host wait for it
+        start = tf.where(example_weight < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
+
+    def gather(output: Any) -> tf.Tensor:
+        """Return the rows of all replicas, of which the first one counts if every replica computed the whole batch."""
+        if not isinstance(output, tf.Tensor):
+            raise TypeError(
+                f"Over several workers a model must predict dense tensors, and it returned "
+                f"{type(output).__name__}. End it with a layer that makes them dense, or predict on SingleDevice()."
+            )
+        shape_here = tf.shape(output, tf.int64)
+        with tf.device(HOST):
+            rows = tf.where((example_weight >= 1) | (index == 0), shape_here[0], 0)
+            shape = tf.concat([[num_examples], shape_here[1:]], 0)
+        if output.dtype == tf.string:
+            with tf.device(HOST):
+                return _gather_texts(output[:rows], start, shape)
+        return _sum_in_place(output[:rows], start, shape)
+
+    return tf.nest.map_structure(gather, outputs)
+
+
+def _gather_texts(texts: tf.Tensor, start: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+    """Return texts of all replicas: collectives send numbers, so first their lengths are sent, then their bytes."""
+    flat = tf.reshape(texts, [-1])
+    lengths_here = tf.reshape(tf.strings.length(flat), tf.shape(texts))
+    lengths = tf.reshape(_sum_in_place(lengths_here, start, shape), [-1])
+    num_bytes = tf.concat([[0], tf.cumsum(lengths)], 0)
+    start_byte = num_bytes[start * tf.reduce_prod(shape[1:])]
+    bytes_here = tf.cast(tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8), tf.int32)
+    gathered = _sum_in_place(bytes_here, tf.cast(start_byte, tf.int64), num_bytes[-1:])
+    characters = tf.gather(tf.constant([bytes([number]) for number in range(256)]), gathered)
+    numbers = tf.repeat(tf.range(tf.size(lengths)), lengths)
+    return tf.reshape(tf.strings.unsorted_segment_join(characters, numbers, tf.size(lengths)), shape)
+
+
+def _sum_in_place(rows: tf.Tensor, start: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+    """Sum tensors of the size of the whole over all replicas; each fills its own rows and leaves zeros elsewhere."""
+    with tf.device(HOST):
+        places = (start + tf.range(tf.shape(rows, tf.int64)[0]))[:, None]
+    whole = tf.tensor_scatter_nd_update(tf.zeros(shape, rows.dtype), places, rows)
+    return tf.distribute.get_replica_context().all_reduce("SUM", whole)

@@ -1,0 +1,145 @@
+"""Replicas of a pipeline on every worker: each worker runs its stages, and gradients are summed between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar.cluster import tf_config
+from tfpar.engines.distributed import Distributed
+from tfpar.engines.optimizer_shards import OptimizerShards
+from tfpar.engines.replicas.batch_parts import split_into_parts
+from tfpar.engines.shards_state import ShardsState
+from tfpar.engines.stages.stage_engine import Settings, StageEngine
+from tfpar.engines.steps.batches_ahead import HOST, StepBatch
+from tfpar.engines.workers import timelines
+from tfpar.engines.workers.collectives import PACK_BYTES, AllReduce
+from tfpar.engines.workers.shard_messages import CollectiveCommunicator
+from tfpar.engines.workers.stage_sums import StageSums, place_of
+from tfpar.engines.workers.worker import Worker
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.pipeline.execution.steps import Apply
+from tfpar.pipeline.schedule.simulator import Timeline
+
+
+class WorkerStages(ShardsState, Worker, StageEngine):
+    """The replicas of a pipeline on one of several workers.
+
+    Args:
+        settings: The settings of the pipeline.
+        schedule: The order of the actions of this worker's replicas.
+        devices: The devices of this worker, those of its first replica first.
+        config: The job, and the rank of this process in it.
+        strategy: TensorFlow's cluster, with which the heartbeats of the workers end.
+        all_reduce: How gradients are summed over workers.
+        shard: What the workers divide; None for nothing.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        schedule: schedules.Schedule,
+        devices: list[str],
+        config: tf_config.JobConfig,
+        strategy: tf.distribute.MultiWorkerMirroredStrategy,
+        all_reduce: AllReduce,
+        shard: Literal["optimizer"] | None,
+    ) -> None:
+        self._cluster = strategy
+        own = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
+        grid = f"{schedule.num_replicas} x {schedule.num_stages} stages on {len(devices)} devices"
+        facts = {"shard": str(shard), "grid": grid, "layout": str(settings.layout)}
+        self._connect(config.addresses, config.rank, own[0], facts)
+        chosen = self._agreed_all_reduce(all_reduce, devices)
+        full_names = [device.to_string() for device in own]
+        peers = StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
+        if shard is not None:
+            communicator = CollectiveCommunicator(
+                self.rank, self._hosts, lambda device: peers.group(place_of(device)), PACK_BYTES
+            )
+            self._shards, self.divides_state = OptimizerShards(self.job, communicator), True
+        super().__init__(settings, schedule, devices, peers)
+        self._planner.num_state_parts = self.num_workers if self.divides_state else 1
+
+    def _update_of(self, model: keras.Model) -> Apply | None:
+        if self._shards is None:
+            return super()._update_of(model)
+        shards = self._shards
+
+        def apply(gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:
+            sums = [None if gradient is None else (gradient,) for gradient in gradients]
+            shards.apply(model, model.optimizer, weights, sums)
+
+        return apply
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
+        if self._shards is None:
+            super().finalize_weights(model)
+        else:
+            self._shards.finalize(model, model.optimizer)
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Measure when each action of a step runs, on every worker; return the replicas of worker 0 first."""
+        message = timelines.to_bytes(super().trace(model, batch))
+        found = [self.job.broadcast(message, rank) for rank in range(self.num_workers)]
+        return timelines.joined(list(map(timelines.from_bytes, found)), self.schedule_of(model).num_microbatches)
+
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return a dataset of `(local batch, num_counted, num_examples, digest)`."""
+        if isinstance(dataset, data.Sharded):
+
+            @tf.autograph.experimental.do_not_convert
+            def counted(rows: Any, num_rows: tf.Tensor) -> Any:
+                return rows, num_rows, None, None
+
+            local = dataset.local_batches(self.rank, self.num_workers)
+            return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
+
+        digest = data.batch_digest(dataset)
+
+        def split(batch: Any) -> Any:
+            own, num_rows = slice(self.rank, self.rank + 1), data.num_rows(batch)
+            parts = split_into_parts(data.with_equal_rows(batch), num_rows, self.num_workers, own)
+            (part,), num_counted, _, num_examples = parts
+            return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64), digest(batch)
+
+        elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
+        return Distributed(elements, unknown_end=data.has_unknown_size(dataset))
+
+    def local_batch(self, element: Any) -> Any:
+        """Return the local batch of an element."""
+        return element[0]
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the size of the global batch, an int64 scalar."""
+        return self._size_of(element)
+
+    def _size_of(self, element: Any) -> tf.Tensor:
+        num_counted, num_examples = element[1:3]
+        return self._hosts.all_reduce(num_counted) if num_examples is None else num_examples
+
+    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
+        """Return whether any worker has examples in the upcoming element, a boolean scalar."""
+        if not distributed.uneven_end:
+            return super().has_more(upcoming, distributed)
+        return self._size_of(upcoming.get_value()) > 0
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the local batch without its digest, each tensor for the devices of the stages that take it."""
+        batch, *counts, _ = element
+        staged, devices = self._steps[model].staged(batch, counts[0])
+        return StepBatch((staged, *counts), [*devices, *(HOST for _ in tf.nest.flatten(counts))])
+
+    def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
+        batch, num_counted, *_ = element
+        return batch, LocalPart(num_counted, self._size_of(element))
+
+    def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
+        batch, num_counted, *_ = element
+        return batch, LocalPart(num_counted, num_counted)

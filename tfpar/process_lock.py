@@ -1,0 +1,102 @@
+"""The lock of the threads that build, trace and train.
+
+Keras' seed, its scopes, and the functions of Keras and TensorFlow that are replaced while a step is traced belong to
+the whole process. Two threads that build or trace at once would mix them, so one waits for the other:
+
+    thread 0   build, trace │ steps run …          │ callbacks │ steps run …
+    thread 1         waits  │ build, trace │ waits …           │ steps run …
+
+While steps run and data are read no thread holds the lock: data may come from a thread that predicts with another
+model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+
+class _Lock:
+    """The lock of one process, which a thread may take again.
+
+    A thread that is interrupted while it waits does not have it, and releases nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._depth = self._num_kept = 0
+
+    @property
+    def _is_mine(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def take(self, kept: bool) -> None:
+        if not self._is_mine:
+            self._acquire(0)
+        self._depth += 1
+        self._num_kept += kept
+
+    def give(self, kept: bool) -> None:
+        if self._is_mine:
+            self._depth -= 1
+            self._num_kept -= kept
+            if self._depth == 0:
+                self._give_all()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        if not self._is_mine or self._num_kept:
+            yield
+            return
+        depth = self._depth
+        self._give_all()
+        try:
+            yield
+        finally:
+            self._acquire(depth)
+
+    def _acquire(self, depth: int) -> None:
+        self._lock.acquire()
+        self._thread, self._depth, self._num_kept = threading.get_ident(), depth, 0
+
+    def _give_all(self) -> None:
+        self._thread, self._depth = None, 0
+        self._lock.release()
+
+
+_locks = [_Lock()]
+
+
+class ProcessLock:
+    """A context that no two threads are in at once; a thread may enter it again.
+
+    Args:
+        kept: Whether the thread keeps the lock in `paused` too, as while it builds a model.
+    """
+
+    def __init__(self, kept: bool = False) -> None:
+        self._kept = kept
+
+    def __enter__(self) -> None:
+        """Wait until no other thread is in the context."""
+        self._lock = _locks[0]
+        self._lock.take(self._kept)
+
+    def __exit__(self, *error: object) -> None:
+        """Let the next thread enter."""
+        self._lock.give(self._kept)
+
+
+def paused() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which other threads may hold the lock, such as while this one waits for data."""
+    return _locks[0].paused()
+
+
+def _renew() -> None:
+    _locks[:] = [_Lock()]
+
+
+os.register_at_fork(after_in_child=_renew)  # the thread that held the lock is not in the child

@@ -1,0 +1,123 @@
+"""Data parallelism over several processes, on one machine or on many: the workers of a TF_CONFIG job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import tensorflow as tf
+
+from tfpar._compat import tf_distribute
+from tfpar.cluster import tf_config
+from tfpar.engines.workers.collectives import PACK_BYTES, AllReduce
+from tfpar.engines.workers.worker import addresses_of, config_of_job
+from tfpar.engines.workers.worker_replicas import Compression, Settings, WorkerReplicas
+from tfpar.layout import Layout, Shard, check_shard
+from tfpar.messages import keyword_arguments
+from tfpar.strategies.base import Strategy
+from tfpar.study.outputs import BatchDependentLayers, check_choice
+from tfpar.workers import preflight
+
+
+class MultiWorker(Strategy):
+    """Train in several processes with `tf.distribute.MultiWorkerMirroredStrategy`, equal to one device.
+
+    Every worker runs the same program. The variable TF_CONFIG holds the addresses of all workers and the rank of this
+    one; `python -m tfpar.launch` and Kubeflow set it, and under `srun` the variables of Slurm replace it.
+    Without it the job has one worker. The chief, rank 0, decides for all workers and writes the files; its weights are
+    broadcast before the first step.
+
+    Args:
+        devices: This worker's devices, such as `["GPU:0"]`; None for all GPUs, or else all logical CPUs. Every worker
+            has the same number of them.
+        all_reduce: How gradients are summed: `"ring"`, on GPUs `"nccl"`, or `"auto"` for NCCL where every replica has
+            a GPU of its own, else a ring.
+        pack_bytes: Small gradients are sent together in packs of up to this many bytes, larger ones in slices of that
+            size; None for 4 MiB, which was fast in measurements.
+        compression: `"bfloat16"` rounds gradients to 8 bits of precision for the all-reduce, which halves its bytes;
+            None keeps their type.
+        sync: `"step"` sums the gradients of every step, with one device's result; with `"average"` every replica
+            updates its own weights, and their weights are averaged (see `tfpar.engines.workers.local_sgd`).
+        every: With `sync="average"`, the steps from one average to the next.
+        average_optimizer: With `sync="average"`, whether the optimizer's moments are averaged too; otherwise each
+            replica keeps its own, and a resumed run begins with the chief's.
+        batch_dependent_layers: The treatment of layers in which examples depend on each other: `"refuse"` them before
+            the first step, or `"gather"` the batch, so that every replica computes them on all of it.
+        shard: `"optimizer"` divides the optimizer's state over the replicas of all workers (see
+            `tfpar.engines.optimizer_shards`), `"weights"` also the weights and gradients, and the first
+            process runs all steps (see `tfpar.engines.stages.block_engine`); None keeps all of it on each.
+        form_seconds: The time limit for all workers to connect.
+        silence_seconds: The time without a heartbeat after which a worker counts as failed.
+
+    Raises:
+        ValueError: If TF_CONFIG is malformed, or this process is an evaluator, or an argument is out of range.
+        RuntimeError: If TensorFlow has started already.
+        TimeoutError: If a worker does not connect in time; the message names its address.
+
+    Example:
+        >>> strategy = tfpar.MultiWorker()  # right after the imports
+        >>> trainer = tfpar.Trainer(build_model, strategy, seed=0)
+        >>> trainer.fit(dataset, epochs=5)
+    """
+
+    @keyword_arguments.named
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        all_reduce: AllReduce = "auto",
+        pack_bytes: int | None = None,
+        compression: Compression | None = None,
+        sync: Literal["step", "average"] = "step",
+        every: int = 1,
+        average_optimizer: bool = True,
+        batch_dependent_layers: BatchDependentLayers = "refuse",
+        shard: Shard | None = None,
+        form_seconds: float = 300.0,
+        silence_seconds: float = 30.0,
+    ) -> None:
+        preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
+        preflight.check_sync(sync, every, average_optimizer, compression, shard)
+        check_choice(batch_dependent_layers)
+        check_shard(shard)
+        if shard == "weights":
+            # A model in blocks runs on the other engine, which most users of replicas do not need.
+            from tfpar.engines.stages.block_engine import BlockEngine, check_without_effect, devices_of_workers
+
+            check_without_effect("all_reduce", all_reduce, "auto")
+            check_without_effect("pack_bytes", pack_bytes, None)
+            check_without_effect("compression", compression, None)
+            check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
+            used = devices_of_workers(devices, form_seconds, silence_seconds)
+            layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers)
+            super().__init__(layout, BlockEngine(used.names, used.watch))
+            return
+        job = config_of_job("MultiWorker")
+        name = preflight.named("MultiWorker", shard)
+        formed = preflight.form_cluster(job, devices, form_seconds, silence_seconds, name)
+        settings = Settings(
+            all_reduce, PACK_BYTES if pack_bytes is None else pack_bytes, compression, sync, every, average_optimizer,
+            batch_dependent_layers, shard,
+        )  # fmt: skip
+        self._set(WorkerReplicas(formed, addresses_of(job), 0 if job is None else job.rank, settings))
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
+        """Wrap a `tf.distribute.MultiWorkerMirroredStrategy` in whose scope a model was built."""
+        multi_worker = cls.__new__(cls)
+        addresses = addresses_of(tf_config.from_environment(os.environ))
+        multi_worker._set(WorkerReplicas(strategy, addresses, tf_distribute.worker_index(strategy), Settings()))
+        return multi_worker
+
+    def _set(self, engine: WorkerReplicas) -> None:
+        super().__init__(Layout(engine.num_replicas, shard=engine.shard, num_workers=engine.num_workers), engine)
+
+    def describe(self) -> str:
+        """Return one line with the rank and the devices of this worker."""
+        workers = f"MultiWorker over {self.num_workers} worker{'s' * (self.num_workers > 1)}"
+        if self.layout.shard == "weights":
+            workers = f"MultiWorker over {self.layout.num_workers} worker{'s' * (self.layout.num_workers > 1)}"
+            return f"{workers}, {self.layout.describe(self.device_names)}"
+        sharded = ", optimizer state sharded" * (self.layout.shard is not None)
+        names = ", ".join(self.device_names)
+        return f"{workers}, {self.num_replicas} replicas{sharded}; this is worker {self.rank} on {names}"

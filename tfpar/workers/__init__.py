@@ -1,0 +1,1 @@
+"""The workers of a job: how they connect, lend devices, and notice that one is lost."""
