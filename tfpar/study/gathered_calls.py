@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfpar.reduction import whole_batch
-from tfpar.study.layers import Mixing
+from tfpar.study.mixing_layers import Mixing
 
 
 @contextlib.contextmanager

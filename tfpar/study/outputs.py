@@ -15,7 +15,7 @@ from tfpar.messages.reasons import reason_of
 from tfpar.study import relation
 from tfpar.study.gathered_calls import with_whole_batch
 from tfpar.study.known_layers import check_parts, computes_rows_alone, in_dataset
-from tfpar.study.layers import Mixing, Runs, calls_at, find_mixing
+from tfpar.study.mixing_layers import Mixing, Runs, calls_at, find_mixing
 from tfpar.study.observation import CallError, Mode, Observation
 from tfpar.study.rows import SIZES, few_rows, varied
 from tfpar.study.states import States, find_states

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.study import relation
-from tfpar.study.layers import Runs
+from tfpar.study.mixing_layers import Runs
 from tfpar.study.observation import Observation
 from tfpar.study.rows import SIZES
 

@@ -15,12 +15,11 @@ import tensorflow as tf
 from tfpar._compat import keras_losses, keras_metrics, keras_model, tf_function
 from tfpar.reduction.losses_in_call import Way, cheapest_ways, in_part
 from tfpar.reduction.verdict import Kind, Verdict
-from tfpar.study import losses as study_losses
+from tfpar.study import loss_relations, relation
 from tfpar.study import metrics as study_metrics
-from tfpar.study import relation
 from tfpar.study.known_layers import computes_rows_alone
-from tfpar.study.layers import Mixing, Runs, joins
 from tfpar.study.made_up import Rows, made_up
+from tfpar.study.mixing_layers import Mixing, Runs, joins
 from tfpar.study.observation import CallError, Mode, Observation, observe, undisturbed
 from tfpar.study.outputs import Outputs, Words, check_tracked, study_outputs
 from tfpar.study.rows import SIZES, few_rows, parts_of
@@ -194,10 +193,10 @@ class _LossStudy:
 
     def _losses(self) -> tuple[tuple[Kind, ...], Kind | None]:
         if self._has_own_loss:
-            return (), study_losses.own_kind(self._model, self._rows, self._training)
+            return (), loss_relations.own_kind(self._model, self._rows, self._training)
         if all(map(keras_losses.is_by_example, keras_losses.flat_losses(self._model))):
             return (), None
-        return study_losses.loss_kinds(self._model, self._rows), None
+        return loss_relations.loss_kinds(self._model, self._rows), None
 
     def _metrics(self) -> tuple[tuple[int, ...], bool]:
         adds_states = self._abilities.adds_states
@@ -213,7 +212,7 @@ class _LossStudy:
         try:
             if is_loss:
                 with_inputs, without = (
-                    study_losses.own_loss(self._model, some, self._training)
+                    loss_relations.own_loss(self._model, some, self._training)
                     for some in (rows, rows._replace(inputs=None))
                 )
                 return not relation.close(np.asarray(with_inputs), np.asarray(without))

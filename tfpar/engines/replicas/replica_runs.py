@@ -16,12 +16,12 @@ from tfpar.engines.replicas.replica_states import average_by_examples, layer_met
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.engines.steps.compiled_calls import call_with_xla, groups_compiled, suits
 from tfpar.reduction import indexed_slices, objective
-from tfpar.reduction.loss_reduction import LossReduction
+from tfpar.reduction.losses_of_parts import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import AllGather, RowsOfReplicas, has_all_rows, knowing, weight_of_scalar
 from tfpar.study.gathered_calls import with_whole_batch
-from tfpar.study.layers import Mixing
+from tfpar.study.mixing_layers import Mixing
 
 
 class ReplicaRuns:

@@ -32,7 +32,7 @@ from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.placement.devices import follow_data
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.gradient_addition import dense_parts, tensors_of
-from tfpar.reduction.loss_reduction import LossReduction
+from tfpar.reduction.losses_of_parts import LossReduction
 from tfpar.reduction.row_numbers import Source, Sources
 
 
