@@ -14,7 +14,8 @@ import tensorflow as tf
 from tests.support import command
 from tests.support.command import Outcome, contents, settings
 from tests.support.extent import sampled
-from tfpar import config, strategies
+from tfpar import config
+from tfpar.engines.stages.stage_engine import StageEngine
 from tfpar.runs.epoch_table import EpochTable
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -250,7 +251,7 @@ def test_a_batch_smaller_than_the_devices_found_is_refused(call: command.InProce
 def test_a_batch_smaller_than_the_micro_batches_of_all_workers_is_refused(
     call: command.InProcess, digits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies.Pipeline, "batch_parts", (8, "micro-batch"))  # as over two workers
+    monkeypatch.setattr(StageEngine, "batch_parts", (8, "micro-batch"))  # as over two workers
     grid = settings("strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=4")
     outcome = call(*digits, *grid, *settings("training.global_batch_size=6"))
     assert_one_sentence(outcome, "global_batch_size = 6 is less than the number of micro-batches of all", "at least 8")
