@@ -80,7 +80,7 @@ def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | Non
     def less_labels(index: int, gradient: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
         columns, is_inside = columns_in(rows, index, classes)
         entries = tf.where(is_inside, upstream, tf.zeros_like(upstream))
-        return subtract_in_place(gradient, columns, entries)
+        return _subtract_in_place(gradient, columns, entries)
 
     def subtract(index: int, exponentials: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         product = tf.multiply if valid is None else tf.math.multiply_no_nan
@@ -88,7 +88,7 @@ def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | Non
 
     is_valid = None if valid is None else tf.reshape(valid, [-1])
     with tf.device(logits.devices[0]):
-        weights = in_vocabulary(classes, sum(logits.sizes), logits.tensors[0].dtype, logits.devices[0])
+        weights = _in_vocabulary(classes, sum(logits.sizes), logits.tensors[0].dtype, logits.devices[0])
     return tf.reshape(_losses(rows, picked, weights, subtract, is_valid), tf.shape(labels))
 
 
@@ -224,7 +224,7 @@ def _entries(columns: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.range(tf.shape(columns, tf.int64)[0]), columns], -1)
 
 
-def subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+def _subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Subtract a value from one column of each row of a matrix that nothing else reads.
 
     `tf.tensor_scatter_nd_sub` of TensorFlow 2.21 copies the matrix on a CPU; `InplaceSub` takes indices of 32 bits.
@@ -258,7 +258,7 @@ def at_columns(piece: tf.Tensor, columns: tf.Tensor, is_inside: tf.Tensor) -> tf
     return tf.where(is_inside, found, tf.zeros_like(found))
 
 
-def in_vocabulary(classes: tf.Tensor, num_classes: int, dtype: Any, device: str) -> tf.Tensor:
+def _in_vocabulary(classes: tf.Tensor, num_classes: int, dtype: Any, device: str) -> tf.Tensor:
     """Return ones, and NaN for a class outside of the vocabulary; on a CPU that is an error, as in TensorFlow 2.21.
 
     Args:

@@ -1,4 +1,4 @@
-"""The version of a model that a trace of its layers is of: where its weights are, and the settings of its layers."""
+"""The state of a model on which a trace of its layers depends: where its weights are, and the settings of layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IN_TRAINING = (
 
 
 class ModelVersion:
-    """The present version of a model.
+    """The present state of a model on which traces of its layers depend.
 
     As in Keras, changed settings of a layer, such as its activation, take effect with the next `compile`, or with the
     first step of a kind since.
@@ -29,33 +29,21 @@ class ModelVersion:
     Args:
         model: A model.
         counts_variables: Whether a change of their number is a move (LoRA adds some).
-        with_settings: Whether `has_other_settings` and `check_settings` are called.
     """
 
-    def __init__(self, model: keras.Model, counts_variables: bool, with_settings: bool = True) -> None:
-        self._counts_variables, self._with_settings = counts_variables, with_settings
+    def __init__(self, model: keras.Model, counts_variables: bool) -> None:
+        self._counts_variables = counts_variables
         self._memories = self._memories_of(model)
         self._note(model)
 
     def _note(self, model: keras.Model) -> None:
         self._compilation, self._regularizers = keras_model.compilation(model), _regularizers(model)
-        self._settings = _settings(model) if self._with_settings else []
-        self._has_step = False
+        self._settings = _settings(model)
         self._traced: dict[bool, dict[str, Hashable]] = {}  # by whether the step trains
 
     def is_moved(self, model: keras.Model) -> bool:
         """Return whether weights have moved since."""
         return self._memories != self._memories_of(model)
-
-    def is_current(self, model: keras.Model) -> bool:
-        """Return whether nothing has changed that another trace of the model's layers would take."""
-        if keras_model.compilation(model) is not self._compilation or self.is_moved(model):
-            return False
-        return self._has_step or not self.has_other_regularizers(model)
-
-    def has_other_regularizers(self, model: keras.Model) -> bool:
-        """Return whether an activity regularizer was added to a layer since, or removed."""
-        return _regularizers(model) != self._regularizers
 
     def has_other_settings(self, model: keras.Model) -> bool:
         """Return whether the model was compiled since, with other settings of its layers than before."""
@@ -64,19 +52,6 @@ class ModelVersion:
         before = self._settings
         self._note(model)
         return before != self._settings
-
-    def check_regularizers(self, model: keras.Model) -> None:
-        """Note the trace of a step, and refuse it after a change of activity regularizers: their losses are known.
-
-        Raises:
-            ValueError: If one was added or removed.
-        """
-        self._has_step = True
-        if self.has_other_regularizers(model):
-            raise ValueError(
-                f"An activity regularizer takes effect with compile(), and a layer of {model.name!r} has another one "
-                "than at its last compile(). Call compile() after such a change."
-            )
 
     def check_settings(self, model: keras.Model, training: bool) -> None:
         """Refuse the trace of a step with other settings than in the traces of its layers.
@@ -89,9 +64,13 @@ class ModelVersion:
             training: Whether the step trains.
 
         Raises:
-            ValueError: If a layer has changed.
+            ValueError: If a layer has changed, or an activity regularizer, whose losses are known.
         """
-        self.check_regularizers(model)
+        if _regularizers(model) != self._regularizers:
+            raise ValueError(
+                f"An activity regularizer takes effect with compile(), and a layer of {model.name!r} has another one "
+                "than at its last compile(). Call compile() after such a change."
+            )
         settings = _settings_in_steps(model, training)
         before = self._traced.setdefault(training, settings)
         for name, setting in settings.items():
