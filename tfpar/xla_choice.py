@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_memory_elsewhere
+from tfpar.job import Job
 from tfpar.messages import user_warnings
 from tfpar.messages.received import excerpt
 
@@ -34,7 +35,7 @@ class _Engine(Protocol):
     chooses_xla: bool
 
     @property
-    def num_workers(self) -> int: ...
+    def job(self) -> Job: ...
 
     @property
     def device_names(self) -> list[str]: ...
@@ -63,7 +64,7 @@ def resolver(engine: _Engine) -> Callable[[keras.Model], int]:
     """
 
     def resolve(model: keras.Model) -> int:
-        if not (engine.chooses_xla and engine.num_workers == 1 and is_default(engine.device_names)):
+        if not (engine.chooses_xla and engine.job.num_workers == 1 and is_default(engine.device_names)):
             return False
         return keras_model.CHOSEN if _is_possible(model) else False
 

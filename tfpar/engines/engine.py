@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -25,6 +25,9 @@ from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.placement.owners import num_bytes
 from tfpar.reduction import metric_logs
 from tfpar.reduction.verdict import Verdict
+
+if TYPE_CHECKING:
+    from tfpar.pipeline.analysis.prediction import Prediction
 
 
 class Engine(abc.ABC):
@@ -56,21 +59,6 @@ class Engine(abc.ABC):
         """The workers that train the model, of which this process is one."""
         return Job()
 
-    @property
-    def num_workers(self) -> int:
-        """The number of workers."""
-        return self.job.num_workers
-
-    @property
-    def rank(self) -> int:
-        """The number of this worker."""
-        return self.job.rank
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process decides for all workers and writes files."""
-        return self.job.is_chief
-
     @abc.abstractmethod
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
@@ -82,7 +70,7 @@ class Engine(abc.ABC):
 
     def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
         """Return a preview of a step, with a title: a row for each device of this worker."""
-        num_local_replicas = max(1, self.num_replicas // self.num_workers)
+        num_local_replicas = max(1, self.num_replicas // self.job.num_workers)
         gradient_bytes = sum(map(num_bytes, model.trainable_variables))
         weight_bytes = sum(map(num_bytes, model.variables)) + gradient_bytes
         rows = tuple(
@@ -130,6 +118,10 @@ class Engine(abc.ABC):
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Measure when each action of a scheduled step runs."""
+        raise NotImplementedError
+
+    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
+        """Measure the stages on a batch and predict a scheduled step."""
         raise NotImplementedError
 
     @abc.abstractmethod

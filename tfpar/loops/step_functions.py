@@ -143,7 +143,7 @@ class StepFunctions:
             return engine.metric_results(model)
 
         # XLA knows all sizes; workers must trace alike, whatever sizes their parts have.
-        fixes_sizes = engine.num_workers == 1 and not engine.cuts_model and not model.jit_compile
+        fixes_sizes = engine.job.num_workers == 1 and not engine.cuts_model and not model.jit_compile
         parts = multi_step.LoopParts(
             step,
             logs,

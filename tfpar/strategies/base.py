@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -14,6 +14,9 @@ from tfpar.job import Job
 from tfpar.layout import Layout
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import model_scopes
+
+if TYPE_CHECKING:
+    from tfpar.pipeline.analysis.prediction import Prediction
 
 
 class Strategy:
@@ -106,6 +109,27 @@ class Strategy:
         Raises:
             ValueError: If the strategy has no schedule.
         """
+        self._check_schedule()
+        return self.engine.trace(model, batch)
+
+    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
+        """Measure the stages on a batch and predict a step; no weight changes. All workers must call it.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Raises:
+            ValueError: If the strategy has no schedule, or the model was not prepared since it was last compiled.
+
+        Example:
+            >>> batch = trainer.build(dataset)
+            >>> 0 < strategy.predict_step_time(trainer.model, batch).planned.bubble < 1
+            True
+        """
+        self._check_schedule()
+        return self.engine.predict_step_time(model, batch)
+
+    def _check_schedule(self) -> None:
         if not self.engine.has_schedule:
             raise ValueError(f"Only a pipeline has a schedule to trace, and the strategy is {self.describe()}.")
-        return self.engine.trace(model, batch)

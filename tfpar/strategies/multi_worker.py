@@ -110,7 +110,7 @@ class MultiWorker(Strategy):
         return multi_worker
 
     def _set(self, engine: WorkerReplicas) -> None:
-        super().__init__(Layout(engine.num_replicas, shard=engine.shard, num_workers=engine.num_workers), engine)
+        super().__init__(Layout(engine.num_replicas, shard=engine.shard, num_workers=engine.job.num_workers), engine)
 
     def describe(self) -> str:
         """Return one line with the rank and the devices of this worker."""

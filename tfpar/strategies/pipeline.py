@@ -6,9 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
-
-import keras
+from typing import ParamSpec
 
 from tfpar import cluster
 from tfpar.cluster import tf_config
@@ -17,7 +15,6 @@ from tfpar.job import Job
 from tfpar.layout import Layout, ScheduleName, check_count
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.analysis.prediction import Prediction
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
 from tfpar.sharding.rules import Rules, check_rules
 from tfpar.strategies import grid_devices
@@ -158,24 +155,6 @@ class Pipeline(Strategy):
             used = [device for of_worker in self.lent.of_workers for device in of_worker][: self.schedule.num_devices]
         job = Job(reported=self.watch.reported)
         return StageEngine(self.settings, self.schedule, used, job=job, misfit=misfit)
-
-    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step; no weight changes. All workers must call it.
-
-        Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-
-        Raises:
-            ValueError: If the model was not prepared since it was last compiled.
-
-        Example:
-            >>> batch = trainer.build(dataset)
-            >>> 0 < strategy.predict_step_time(trainer.model, batch).planned.bubble < 1
-            True
-        """
-        assert isinstance(self.engine, StageEngine)
-        return self.engine.predict_step_time(model, batch)
 
 
 def _lent_devices(form_seconds: float, silence_seconds: float) -> tuple[grid_devices.LentDevices, WorkerWatch]:

@@ -121,16 +121,16 @@ class ReplicaEngine(ShardsState):
         """
         if isinstance(dataset, Sharded):
             return self._distribute_shards(dataset)
-        digest = data.batch_digest(dataset) if self.num_workers > 1 else lambda batch: None
+        digest = data.batch_digest(dataset) if self.job.num_workers > 1 else lambda batch: None
 
         def split(batch: Any) -> Any:
-            first = self.rank * self._num_local_replicas
+            first = self.job.rank * self._num_local_replicas
             own = slice(first, first + self._num_local_replicas)
             parts = split_into_parts(data.with_equal_rows(batch), data.num_rows(batch), self.num_replicas, own)
             return *parts, digest(batch)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
-        return Distributed(elements, unknown_end=self.num_workers > 1 and data.has_unknown_size(dataset))
+        return Distributed(elements, unknown_end=self.job.num_workers > 1 and data.has_unknown_size(dataset))
 
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
         return self.distribute(sharded.global_batches())
@@ -178,7 +178,7 @@ class ReplicaEngine(ShardsState):
                 _, gathered = study(model, batch, kind, abilities, agreed.gathered)
         runs.note(model, agreed, gathered, kind)
         cost = "A loss with one value per example sends less."
-        if kind != "predict" and self.is_chief and (line := gathering(model, agreed, "each replica", cost)):
+        if kind != "predict" and self.job.is_chief and (line := gathering(model, agreed, "each replica", cost)):
             user_warnings.warn(line)
 
     def verdict(self, model: keras.Model) -> Verdict | None:
@@ -342,7 +342,7 @@ class ReplicaEngine(ShardsState):
     def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
         """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
         if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
-            assign_local_parts(self._strategy, variable, parts[self.rank * self._num_local_replicas :])
+            assign_local_parts(self._strategy, variable, parts[self.job.rank * self._num_local_replicas :])
 
 
 def _weights(model: keras.Model, number: int) -> Sequence[keras.Variable]:

@@ -167,7 +167,7 @@ class StageEngine(SingleReplica):
     @property
     def batch_parts(self) -> tuple[int, str]:
         """The number of micro-batches of a global batch, and their noun."""
-        return self.schedule.num_microbatches * self.num_workers, "micro-batch"
+        return self.schedule.num_microbatches * self.job.num_workers, "micro-batch"
 
     def move_model(self, model: keras.Model) -> None:
         """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
@@ -208,7 +208,7 @@ class StageEngine(SingleReplica):
         schedule = self._planner.schedule_of(model)
         compiler = StepCompiler(
             self._planner.stages_of(model),
-            schedule.num_microbatches * self.num_workers,
+            schedule.num_microbatches * self.job.num_workers,
             self._planner.other_stage_devices(model),
             None if self._peers is None else self.job.agree,
         )
@@ -284,22 +284,14 @@ class StageEngine(SingleReplica):
             prediction.included,
             prediction.not_measured,
             between_workers,
-            self.num_workers,
+            self.job.num_workers,
             self.settings.num_shards,
             ["The memory is that of all shards of a stage together.", *lines] if divided else [],
         )
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Run all actions of a step a few times and measure when each runs; no weight changes.
-
-        Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-
-        Raises:
-            ValueError: If the model was not prepared since it was last compiled.
-        """
+        """Run all actions of a step a few times and measure when each runs; no weight changes."""
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
         with process_lock.ProcessLock(), self.step_context(), self._revealed(model, batch):
@@ -333,7 +325,7 @@ class StageEngine(SingleReplica):
         if kind != "predict":
             self._steps[model].compiler.losses.verdicts[training] = verdict
             cost = self._cost_of_order(model) if training and verdict.takes_whole_loss else ""
-            if self.is_chief and (line := gathering(model, verdict, "the last stage", cost)):
+            if self.job.is_chief and (line := gathering(model, verdict, "the last stage", cost)):
                 user_warnings.warn(line)
 
     def _cost_of_order(self, model: keras.Model) -> str:

@@ -54,19 +54,19 @@ class Worker(Engine):
             all_reduce: The argument of the strategy.
             devices: The devices of the replicas of this worker.
         """
-        chosen = all_reduce_choice.agreed(all_reduce, devices, self._hosts, self.num_workers)
+        chosen = all_reduce_choice.agreed(all_reduce, devices, self._hosts, self.job.num_workers)
         self.job.require_equal({"all_reduce": chosen})
         return chosen
 
     def digest(self, element: Any) -> Any:
         """Return the digest of the global batch, the last item of an element; None with one worker, and of shards."""
-        return element[-1] if self.num_workers > 1 else None
+        return element[-1] if self.job.num_workers > 1 else None
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
         """Return whether every worker has the upcoming element, in whose step each would wait for the others."""
         if not distributed.unknown_end:
             return super().has_more(upcoming, distributed)
-        return self._hosts.all_reduce(tf.cast(upcoming.has_value(), tf.int64)) == self.num_workers
+        return self._hosts.all_reduce(tf.cast(upcoming.has_value(), tf.int64)) == self.job.num_workers
 
 
 def config_of_job(strategy: str) -> tf_config.JobConfig | None:

@@ -76,18 +76,18 @@ class WorkerReplicas(Worker, ReplicaEngine):
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         facts = {name: str(value) for name, value in settings._asdict().items() if name != "all_reduce"}
         self._connect(addresses, rank, self.devices[0], {"number of devices": str(len(self.devices)), **facts})
-        self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
+        self._metrics = MetricSums(strategy, self._hosts, self.job.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = self._agreed_all_reduce(settings.all_reduce, self.device_names)
         devices, num_replicas = strategy.extended.worker_devices, self.num_replicas
-        order = order_of_members(devices, num_replicas, self.rank * len(devices))
+        order = order_of_members(devices, num_replicas, self.job.rank * len(devices))
         self._replicas = Group(devices, num_replicas, chosen, pack_bytes, self._hosts, order)
         self._num_rows: PerModel[float] = PerModel()
         self._uses_factors = self._may_use_factors()
         self.shard = settings.shard if num_replicas > 1 else None
         if self.shard is not None:
-            self.divides_state = self.num_workers > 1
-            collective = CollectiveCommunicator(self.rank, self._hosts, lambda device: self._replicas, pack_bytes)
+            self.divides_state = self.job.num_workers > 1
+            collective = CollectiveCommunicator(self.job.rank, self._hosts, lambda device: self._replicas, pack_bytes)
             communicator = collective if self.divides_state else LocalCommunicator()
             self._shards = OptimizerShards(self.job, communicator, strategy.extended.worker_devices)
 
@@ -133,7 +133,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
             is_some = num_rows > 0
             return parts, tf.where(is_some, sizes, 0), tf.where(is_some, example_weight, 0.0), None, None
 
-        part = sharded.local_batches(self.rank, self.num_workers)
+        part = sharded.local_batches(self.job.rank, self.job.num_workers)
         return Distributed(part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
 
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
@@ -168,7 +168,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         message = verdict.to_json().encode()
         if self.job.first(Verdict.of_json(self.job.broadcast(message).decode()) != verdict) is None:
             return verdict
-        ranks = range(self.num_workers)
+        ranks = range(self.job.num_workers)
         chiefs, *others = (Verdict.of_json(self.job.broadcast(message, rank).decode()) for rank in ranks)
         return chiefs.merged(others)
 
@@ -235,7 +235,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas."""
         if tf_distribute.is_summed_on_read(variable):
             self._metrics.assign_local_sum(
-                variable, value if self.is_chief else np.zeros(variable.shape, variable.dtype)
+                variable, value if self.job.is_chief else np.zeros(variable.shape, variable.dtype)
             )
         else:
             super().assign(variable, value)

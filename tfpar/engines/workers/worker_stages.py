@@ -57,14 +57,14 @@ class WorkerStages(ShardsState, Worker, StageEngine):
         self._connect(config.addresses, config.rank, own[0], facts)
         chosen = self._agreed_all_reduce(all_reduce, devices)
         full_names = [device.to_string() for device in own]
-        peers = StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
+        peers = StageSums(full_names, self.job.rank, self.job.num_workers, self._hosts, chosen)
         if shard is not None:
             communicator = CollectiveCommunicator(
-                self.rank, self._hosts, lambda device: peers.group(place_of(device)), PACK_BYTES
+                self.job.rank, self._hosts, lambda device: peers.group(place_of(device)), PACK_BYTES
             )
             self._shards, self.divides_state = OptimizerShards(self.job, communicator), True
         super().__init__(settings, schedule, devices, peers)
-        self._planner.num_state_parts = self.num_workers if self.divides_state else 1
+        self._planner.num_state_parts = self.job.num_workers if self.divides_state else 1
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         if self._shards is None:
@@ -87,7 +87,7 @@ class WorkerStages(ShardsState, Worker, StageEngine):
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Measure when each action of a step runs, on every worker; return the replicas of worker 0 first."""
         message = timelines.to_bytes(super().trace(model, batch))
-        found = [self.job.broadcast(message, rank) for rank in range(self.num_workers)]
+        found = [self.job.broadcast(message, rank) for rank in range(self.job.num_workers)]
         return timelines.joined(list(map(timelines.from_bytes, found)), self.schedule_of(model).num_microbatches)
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
@@ -98,14 +98,14 @@ class WorkerStages(ShardsState, Worker, StageEngine):
             def counted(rows: Any, num_rows: tf.Tensor) -> Any:
                 return rows, num_rows, None, None
 
-            local = dataset.local_batches(self.rank, self.num_workers)
+            local = dataset.local_batches(self.job.rank, self.job.num_workers)
             return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
 
         digest = data.batch_digest(dataset)
 
         def split(batch: Any) -> Any:
-            own, num_rows = slice(self.rank, self.rank + 1), data.num_rows(batch)
-            parts = split_into_parts(data.with_equal_rows(batch), num_rows, self.num_workers, own)
+            own, num_rows = slice(self.job.rank, self.job.rank + 1), data.num_rows(batch)
+            parts = split_into_parts(data.with_equal_rows(batch), num_rows, self.job.num_workers, own)
             (part,), num_counted, _, num_examples = parts
             return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64), digest(batch)
 
