@@ -134,16 +134,16 @@ def slots_per_weight(optimizer: keras.Optimizer | None, weights: Sequence[keras.
 
 
 def _num_slots(optimizer: keras.Optimizer) -> int:
-    trial = unbuilt_copy(optimizer)
-    trial.build([keras.Variable(tf.zeros([1]))])
-    return sum(variable.shape == (1,) for variable in trial.variables)
+    probe = unbuilt_copy(optimizer)
+    probe.build([keras.Variable(tf.zeros([1]))])
+    return sum(variable.shape == (1,) for variable in probe.variables)
 
 
 def begins_with_weights(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer creates slots with the values of their weights (Keras 3.15's ScheduleFreeAdamW)."""
-    trial, mark = unbuilt_copy(keras_variables.innermost(optimizer)), 0.375
-    trial.build([keras.Variable(tf.constant([mark]))])
-    return any(slot.shape == (1,) and slot.numpy()[0] == mark for slot in trial.variables)
+    probe, mark = unbuilt_copy(keras_variables.innermost(optimizer)), 0.375
+    probe.build([keras.Variable(tf.constant([mark]))])
+    return any(slot.shape == (1,) and slot.numpy()[0] == mark for slot in probe.variables)
 
 
 def num_applied(optimizer: keras.Optimizer | None) -> int:

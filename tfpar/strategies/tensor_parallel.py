@@ -25,7 +25,7 @@ class TensorParallel(Strategy):
         x ─┬─► x · A[:, :half] ─► gelu ─► · B[:half, :] ─┐        device 0
            └─► x · A[:, half:] ─► gelu ─► · B[half:, :] ─┴─ sum   device 1
 
-    Each device holds a piece of the large weights, with its gradient and its optimizer state, and computes its part of
+    Each device holds a shard of the large weights, with its gradient and its optimizer state, and computes its part of
     the layer for the whole batch. Dense and EinsumDense layers are divided in pairs, the first by columns and the next
     by rows, with one sum of activations a pair; attention by heads, an Embedding by rows of its table, convolutions by
     filters and then by input channels. All other layers run once, on the first device. Random draws, states and losses
@@ -33,11 +33,11 @@ class TensorParallel(Strategy):
 
     Args:
         num_shards: Number of devices that a layer is divided over, at least 2. Sizes that it does not divide give
-            pieces that differ by one.
+            shards that differ by one.
         layout: Rules for the weights to divide, in the manner of Keras' `LayoutMap`: regular expressions that are
             searched in the paths of weights, each with a tuple that has `"model"` at the divided axis and None at
             the others. None divides every layer with at least a thousandth of the bytes or multiplications of the
-            model where it can, and smaller ones whose input is in pieces.
+            model where it can, and smaller ones whose input is in shards.
         devices: Device names such as `["GPU:0", "GPU:1"]`; None takes the first devices of this machine.
 
     Raises:
