@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfpar
 from benchmarks.pipelines import examples, models
 from benchmarks.timed_fit import steps_per_second
-from tfpar._compat.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
 from tfpar.cluster import tf_config
 from tfpar.placement.owners import num_bytes
 

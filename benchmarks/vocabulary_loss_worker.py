@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpar
-from tfpar.reduction import gathered_classes
+from tfpar.reduction.vocabulary import gathered_classes
 
 NUM_CLASSES, WIDTH, CONTEXT, BATCH = 50_000, 16, 256, 16
 

@@ -11,7 +11,8 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, typical_draws
+from tfpar._compat.models import keras_model
+from tfpar._compat.random_numbers import typical_draws
 from tfpar.messages.reasons import reason_of
 from tfpar.messages.received import listed
 from tfpar.strategies import Strategy

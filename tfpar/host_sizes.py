@@ -15,7 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import tf_distribute, tf_kernels
+from tfpar._compat import tf_distribute
+from tfpar._compat.graphs import tf_kernels
 
 _INTEGERS = (tf.int32, tf.int64, tf.bool)
 _MOST_NUMBERS = 64  # more than a shape has

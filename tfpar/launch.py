@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfpar.cluster import cores, gpus, slurm
+from tfpar.cluster import cores, slurm
+from tfpar.cluster.gpu import gpus
 from tfpar.commands import command_line
 from tfpar.commands.number_flags import Integer, Number, check_within
 from tfpar.config.sections import A_WEEK_SECONDS

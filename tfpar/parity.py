@@ -18,7 +18,7 @@ import rich.table
 import tensorflow as tf
 
 from tfpar import comparable
-from tfpar._compat import random_state
+from tfpar._compat.random_numbers import random_state
 from tfpar.files import atomic_file
 from tfpar.full_precision import full_precision
 from tfpar.loops.model_function import check_arguments

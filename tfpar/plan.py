@@ -26,7 +26,7 @@ from tfpar.config import bundled_configurations
 from tfpar.messages import received
 from tfpar.messages.received import quoted
 from tfpar.planning.search import USUAL_BUDGET_SECONDS, check_budget
-from tfpar.runs import plan_files
+from tfpar.runs.planning import plan_files
 
 if TYPE_CHECKING:
     from tfpar.planning.plan import Plan
@@ -119,7 +119,7 @@ def _measured(run: config.Run) -> Plan | None:
     usual_cpus = USUAL_LOGICAL_CPUS if job is None or job.num_workers == 1 else 1
     with cluster.native_messages_to(Path(os.devnull)):
         with start_up.importing():
-            from tfpar.runs import plan_devices, plan_run
+            from tfpar.runs.planning import plan_devices, plan_run
 
             devices = plan_devices.planned_devices(run.strategy, _DEVICES.value, usual_cpus)
         return plan_run.plan_of(run, devices, _BUDGET.value)

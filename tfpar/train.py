@@ -23,8 +23,8 @@ from tfpar.messages import received
 from tfpar.messages.reasons import message_of
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import closest
-from tfpar.runs import summary
 from tfpar.runs.directory import RunDirectory
+from tfpar.runs.reporting import summary
 
 _CONFIG = flags.DEFINE(
     FilePath(),

@@ -12,14 +12,15 @@ import keras
 import tensorflow as tf
 
 from tfpar import data, interruption, strategies
-from tfpar._compat import keras_metrics
+from tfpar._compat.models import keras_metrics
 from tfpar.checkpoint import Checkpoints
 from tfpar.engines.preview import Preview
 from tfpar.files import atomic_file
-from tfpar.loops import equal_workers, model_methods
+from tfpar.loops import model_methods
+from tfpar.loops.agreement import equal_workers
+from tfpar.loops.agreement.failure_reports import reported
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate, predict
-from tfpar.loops.failure_reports import reported
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
 from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_of
 from tfpar.loops.preparation import Preparation

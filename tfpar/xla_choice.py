@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_memory_elsewhere
+from tfpar._compat import tf_determinism
+from tfpar._compat.models import keras_model
+from tfpar._compat.variables import keras_variables, tf_memory_elsewhere
 from tfpar.job import Job
 from tfpar.messages import user_warnings
 from tfpar.messages.received import excerpt

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.gpus.setting import PEERS, GpuSetting, Precision
-from tfpar.cluster import gpus
+from tfpar.cluster.gpu import gpus
 
 NAME = "gpu"
 SUMMARY = "On the GPUs of this machine, within --budget_seconds: Keras, tfpar, PyTorch, XLA, precision, stages"

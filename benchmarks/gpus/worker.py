@@ -67,7 +67,7 @@ def _leave_host_memory() -> None:
 
 def _free_mib() -> int:
     """Return nine tenths of the memory of the first GPU that no process uses."""
-    from tfpar.cluster import gpus
+    from tfpar.cluster.gpu import gpus
 
     card = gpus.find(os.environ).gpus[0]
     assert card.total_mib is not None

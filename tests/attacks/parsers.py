@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from tests.attacks import malformed
 from tests.support import stand_ins
 from tfpar import config, launch, train
-from tfpar.cluster import gpus, job_secret, slurm, tf_config
+from tfpar.cluster import job_secret, slurm, tf_config
+from tfpar.cluster.gpu import gpus
 from tfpar.cluster.rendezvous import messages
 from tfpar.commands import command_line
 from tfpar.files import json_lines

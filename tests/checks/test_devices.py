@@ -11,7 +11,7 @@ from tests.support import doctor_faults
 from tfpar.checks import devices
 from tfpar.checks.processes import Outcome
 from tfpar.checks.report import Check
-from tfpar.cluster import gpus
+from tfpar.cluster.gpu import gpus
 
 NO_GPUS = gpus.Found(())
 ONE_GPU = gpus.Found((gpus.Gpu("0", "GPU-1", 0, 80000),))

@@ -9,7 +9,7 @@ import pytest
 
 from tfpar.checks import machine, report
 from tfpar.checks.report import Check, exit_code
-from tfpar.cluster import gpus
+from tfpar.cluster.gpu import gpus
 
 
 @pytest.mark.parametrize(("free", "status"), [(8 << 20, "ok"), (1 << 20, "slow")])

@@ -18,7 +18,7 @@ from tfpar.checks import model_tasks, models
 from tfpar.checks.devices import on_device
 from tfpar.checks.models import ModelSource
 from tfpar.checks.processes import Outcome, started
-from tfpar.cluster import gpus
+from tfpar.cluster.gpu import gpus
 from tfpar.messages import users_code
 
 NO_GPUS = gpus.Found(())

@@ -15,7 +15,7 @@ from tensorflow.python.eager import context
 import tfpar  # noqa: F401  (its import installs the default)
 from tests.support import made_up_gpus, stand_ins
 from tfpar import cluster
-from tfpar.cluster.gpu_memory import RESERVED_BYTES
+from tfpar.cluster.gpu.gpu_memory import RESERVED_BYTES
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

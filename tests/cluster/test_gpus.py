@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import stand_ins
-from tfpar.cluster import gpus
-from tfpar.cluster.gpus import Gpu
+from tfpar.cluster.gpu import gpus
+from tfpar.cluster.gpu.gpus import Gpu
 
 FIRST, SECOND = stand_ins.uuid(0), stand_ins.uuid(1)
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support import made_up_gpus
 from tfpar import cluster
-from tfpar.cluster import slurm_gpus, tf_config
+from tfpar.cluster import tf_config
+from tfpar.cluster.gpu import slurm_gpus
 from tfpar.workers import preflight
 
 # Task 3 of 4: the second of the second node.

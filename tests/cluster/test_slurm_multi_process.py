@@ -67,7 +67,7 @@ NODES = ["node01", "node02", "localhost"]
 PRINT_JOB = "import os; from tfpar.cluster import tf_config; print(repr(tf_config.from_environment(os.environ)))"
 PRINT_GPUS = """
 import os
-from tfpar.cluster import gpus, slurm_gpus
+from tfpar.cluster.gpu import gpus, slurm_gpus
 num_visible = len(gpus.named_in(os.environ))
 print(num_visible, slurm_gpus.share(os.environ, num_visible))
 """

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from tests.support import stand_ins
-from tfpar.cluster import gpus
-from tfpar.cluster.gpus import Found, Gpu
+from tfpar.cluster.gpu import gpus
+from tfpar.cluster.gpu.gpus import Found, Gpu
 from tfpar.launcher.gpu_division import GpuDivision, divide
 from tfpar.launcher.worker import environment_of
 

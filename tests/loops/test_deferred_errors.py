@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import small
 from tfpar.job import Job
-from tfpar.loops.deferred_errors import DeferringCallbacks
+from tfpar.loops.agreement.deferred_errors import DeferringCallbacks
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.support import small
 from tfpar.job import Job
-from tfpar.loops import equal_workers, read_order
+from tfpar.loops.agreement import equal_workers
+from tfpar.loops.resuming import read_order
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

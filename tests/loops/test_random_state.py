@@ -18,7 +18,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support.parity_cases import batches, classifier
 from tests.support.small import STRATEGIES
-from tfpar._compat import typical_draws
+from tfpar._compat.random_numbers import typical_draws
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tfpar._compat import tf_function, tf_layout
+from tfpar._compat.graphs import tf_function, tf_layout
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

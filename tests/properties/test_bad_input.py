@@ -16,7 +16,7 @@ from tests.support.command import Outcome, contents, settings
 from tests.support.extent import sampled
 from tfpar import config
 from tfpar.engines.stages.stage_engine import StageEngine
-from tfpar.runs.epoch_table import EpochTable
+from tfpar.runs.reporting.epoch_table import EpochTable
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -37,7 +37,7 @@ label = {dtype = "int64"}
 """
 OWN = """
 import keras, tensorflow as tf, tfpar
-from tfpar.loops import failure_reports
+from tfpar.loops.agreement import failure_reports
 
 class Good(tfpar.Trainer):
     shape = (3,)

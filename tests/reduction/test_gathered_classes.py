@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpar._compat import keras_model
-from tfpar.reduction import gathered_classes, vocabulary_losses
-from tfpar.reduction.vocabulary_losses import ClassPieces
+from tfpar._compat.models import keras_model
+from tfpar.reduction.vocabulary import gathered_classes, vocabulary_losses
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

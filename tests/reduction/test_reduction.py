@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 from tests.support.extent import sampled
-from tfpar.reduction.gradients import all_reduce_gradients
+from tfpar.reduction.gradients.all_reduce import all_reduce_gradients
 from tfpar.reduction.losses import global_mean, global_sum, reduce_loss
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]

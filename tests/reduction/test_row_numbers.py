@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tfpar.reduction.indexed_slices import kinds_of
-from tfpar.reduction.row_numbers import Sources, of_all_replicas, of_each_replica
+from tfpar.reduction.gradients.indexed_slices import kinds_of
+from tfpar.reduction.gradients.row_numbers import Sources, of_all_replicas, of_each_replica
 
 ROWS = 20
 LENGTHS = tf.RaggedTensorSpec([None, None], tf.int32)

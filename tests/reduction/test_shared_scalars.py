@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfpar
-from tfpar._compat import keras_optimizer
-from tfpar._compat.tf_shared_scalars import SharedScalars
+from tfpar._compat.optimizers import keras_optimizer
+from tfpar._compat.variables.tf_shared_scalars import SharedScalars
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

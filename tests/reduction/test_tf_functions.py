@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tfpar._compat import tf_function
+from tfpar._compat.graphs import tf_function
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -14,8 +14,8 @@ from tfpar import config
 from tfpar.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Devices, Measured, NotMeasured, Plan, ranked
-from tfpar.runs import stored_plans
-from tfpar.runs.plan_devices import PlanDevices, planned_devices
+from tfpar.runs.planning import stored_plans
+from tfpar.runs.planning.plan_devices import PlanDevices, planned_devices
 
 OWN = """
 import keras, numpy as np, tensorflow as tf, tfpar
@@ -68,7 +68,7 @@ def train(call: command.InProcess, directory: str, *overrides: str) -> command.O
 @pytest.fixture
 def never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process measures a plan."""
-    monkeypatch.setattr("tfpar.runs.plan_run.plan_of", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr("tfpar.runs.planning.plan_run.plan_of", lambda *_: pytest.fail("it was measured"))
 
 
 def by_hand(layout: Layout) -> list[str]:
@@ -115,7 +115,7 @@ def test_a_run_in_which_no_layout_trains_is_refused(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = dataclasses.replace(plan_of(), others=(NotMeasured(Layout(), "ran out of memory"),))
-    monkeypatch.setattr("tfpar.runs.plan_run.plan_of", lambda *_: empty)
+    monkeypatch.setattr("tfpar.runs.planning.plan_run.plan_of", lambda *_: empty)
     refused = train(call, "run", AUTO)
     assert refused.code == 1
     assert "needs a layout that trains, and none did (SingleDevice: ran out of memory)" in refused.err
@@ -128,7 +128,7 @@ def test_a_run_in_which_no_layout_trains_is_refused(
 def test_without_a_plan_the_layout_is_measured_in_other_processes(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfpar.runs.chosen_layout.USUAL_BUDGET_SECONDS", 0.1)
+    monkeypatch.setattr("tfpar.runs.planning.chosen_layout.USUAL_BUDGET_SECONDS", 0.1)
     trained = train(call, "run", AUTO)
     assert trained.code == 0, trained.err
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.runs import epoch_table, summary
 from tfpar.runs.directory import RunDirectory
-from tfpar.runs.epoch_table import EpochTable
-from tfpar.runs.tensorboard_steps import StepSummaries
+from tfpar.runs.reporting import epoch_table, summary
+from tfpar.runs.reporting.epoch_table import EpochTable
+from tfpar.runs.reporting.tensorboard_steps import StepSummaries
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.runs import model_flops
-from tfpar.runs.model_flops import ModelFlops, forward_flops
+from tfpar.runs.reporting import model_flops
+from tfpar.runs.reporting.model_flops import ModelFlops, forward_flops
 
 
 def attention() -> keras.Model:

@@ -13,8 +13,8 @@ from tfpar import config
 from tfpar.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Devices, Measured, Plan, ranked
-from tfpar.runs.plan_devices import PlanDevices
-from tfpar.runs.plan_files import command_of, with_strategy, write
+from tfpar.runs.planning.plan_devices import PlanDevices
+from tfpar.runs.planning.plan_files import command_of, with_strategy, write
 
 ONE, TWO = Layout(), Layout(2)
 GPUS = PlanDevices(("GPU:0", "GPU:1"))

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.runs.step_profile import FIRST_STEPS, StepProfile
+from tfpar.runs.reporting.step_profile import FIRST_STEPS, StepProfile
 
 CPUS = ["CPU:0", "CPU:1"]
 STRATEGIES: dict[str, Callable[[], Any]] = {

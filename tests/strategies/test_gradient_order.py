@@ -13,8 +13,8 @@ import tensorflow as tf
 from tests.properties.test_graphs_of_steps import needs
 from tfpar.engines.workers import collectives, sufficient_factors
 from tfpar.engines.workers.collectives import Group
-from tfpar.reduction.gradient_order import compute_early
-from tfpar.reduction.gradients import all_reduce_gradients
+from tfpar.reduction.gradients.all_reduce import all_reduce_gradients
+from tfpar.reduction.gradients.gradient_order import compute_early
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

@@ -12,7 +12,7 @@ import tfpar
 from tests.support import objective_cases, parity_cases, small
 from tests.support.extent import sampled
 from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
-from tfpar._compat import keras_sharded_slots
+from tfpar._compat.optimizers import keras_sharded_slots
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

@@ -15,7 +15,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support import input_cases, small
 from tests.support.extent import sampled
-from tfpar._compat import tf_divided_memory
+from tfpar._compat.variables import sharded_memory
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -170,7 +170,7 @@ def test_equals_one_device(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("name", ["mask of heads", "bias of heads and positions", "constant mask"])
 def test_a_layer_is_divided_unless_its_mask_is_a_constant(name: str) -> None:
     model = tfpar.Trainer(CASES[name][0], tfpar.TensorParallel(2), seed=0).model
-    divided = [tf_divided_memory.is_divided(weight) for layer in model.layers[:-1] for weight in layer.weights]
+    divided = [sharded_memory.is_divided(weight) for layer in model.layers[:-1] for weight in layer.weights]
     assert any(divided) == (name != "constant mask")
 
 

@@ -20,7 +20,7 @@ from tests.strategies.test_tensor_parallel import trained as trained_in_shards
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases, pipeline_cases, small, workers
 from tfpar import config, strategies
-from tfpar._compat.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
 from tfpar.placement.owners import num_bytes
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tfpar._compat import tf_divided_memory
+from tfpar._compat.variables import sharded_memory
 from tfpar.engines.stages.stage_engine import StageEngine
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -133,7 +133,7 @@ def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
     return {
         "/".join(variable.path.split("/")[-2:]): variable.value.sizes
         for variable in model.weights
-        if tf_divided_memory.is_divided(variable)
+        if sharded_memory.is_divided(variable)
     }
 
 
@@ -182,7 +182,7 @@ def test_a_rule_divides_its_layer_alone(build: Any, data: Any, rules: Any, expec
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
     trainer, *found = trained(build, data(), tfpar.TensorParallel(3, layout=rules))
     assert_equal(found, wanted)
-    paths = [one.path for one in trainer.model.weights if tf_divided_memory.is_divided(one)]
+    paths = [one.path for one in trainer.model.weights if sharded_memory.is_divided(one)]
     assert expected in paths
     assert {path.split("/")[0] for path in paths} == {expected.split("/")[0]}
 
@@ -208,7 +208,7 @@ def test_a_device_holds_its_pieces_only_which_no_step_gathers(monkeypatch: pytes
 
     def train_step(engine: StageEngine, *arguments: Any) -> tf.Tensor:
         with monkeypatch.context() as patched:
-            patched.setattr(tf_divided_memory.DividedMemory, "read_value", gather)
+            patched.setattr(sharded_memory.DividedMemory, "read_value", gather)
             return step(engine, *arguments)
 
     step = StageEngine.train_step

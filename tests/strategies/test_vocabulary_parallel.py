@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tfpar._compat.tf_divided_memory import is_divided
-from tfpar.reduction import gathered_classes
+from tfpar._compat.variables.sharded_memory import is_divided
+from tfpar.reduction.vocabulary import gathered_classes
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

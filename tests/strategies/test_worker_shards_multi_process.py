@@ -18,8 +18,8 @@ import tensorflow as tf
 import tfpar
 from tests.support import objective_cases, parity_cases, shard_cases, small, workers
 from tests.support.shard_cases import OPTIMIZERS, REFUSED, classifier
-from tfpar._compat import keras_sharded_slots
-from tfpar._compat.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.optimizers import keras_sharded_slots
+from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
 from tfpar.engines.workers.collectives import Group
 from tfpar.reduction import objective
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import tf_kernels
+from tfpar._compat.graphs import tf_kernels
 
 HOST = "CPU:0"
 RESOURCE, VARIANT, BOOL = (kind.as_datatype_enum for kind in (tf.resource, tf.variant, tf.bool))

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.cluster import gpus
+from tfpar.cluster.gpu import gpus
 
 NUM_LOGICAL = 4
 # Of each logical device, in MiB: the models are small, and several test processes share a GPU.

@@ -16,7 +16,8 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 from tfpar import xla_choice
-from tfpar._compat import keras_model, tf_determinism
+from tfpar._compat import tf_determinism
+from tfpar._compat.models import keras_model
 from tfpar.engines.steps import launched_steps
 
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {**small.STRATEGIES, **small.SPLITTING_STRATEGIES}

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import parity_cases, small
-from tfpar._compat import keras_sharded_updates
+from tfpar._compat.optimizers import keras_sharded_updates
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

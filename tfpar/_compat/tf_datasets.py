@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops import random_op
 
-from tfpar._compat import tf_graph, versions
+from tfpar._compat import versions
+from tfpar._compat.graphs import tf_graph
 
 _Random = versions.private(random_op, "_RandomDataset")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar._compat.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
 
 
 class ReplicaCheck(keras.callbacks.Callback):

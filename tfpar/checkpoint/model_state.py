@@ -15,7 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_sharded_slots, tf_memory_elsewhere
+from tfpar._compat.optimizers import keras_sharded_slots
+from tfpar._compat.variables import tf_memory_elsewhere
 from tfpar.checkpoint import file_format, host_copies
 from tfpar.checkpoint.held_arrays import HeldArray
 from tfpar.checkpoint.model_differences import refusal

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfpar.checks.processes import Outcome, Task, started
 from tfpar.checks.report import Check
-from tfpar.cluster import gpus
+from tfpar.cluster.gpu import gpus
 
 SECONDS = 60.0
 SLOW_FACTORS = {"GPU": 1.1, "CPU": 1.5}  # of the median; logical CPUs share cores with each other and other programs

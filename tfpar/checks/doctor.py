@@ -12,7 +12,8 @@ from tfpar.checks import devices, machine, models, workers
 from tfpar.checks.models import ModelSource
 from tfpar.checks.processes import Task, started
 from tfpar.checks.report import Check, reported
-from tfpar.cluster import cores, gpus
+from tfpar.cluster import cores
+from tfpar.cluster.gpu import gpus
 from tfpar.config import bundled_configurations
 
 

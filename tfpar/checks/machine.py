@@ -13,7 +13,8 @@ from pathlib import Path
 
 import tfpar
 from tfpar.checks.report import Check
-from tfpar.cluster import cores, gpus
+from tfpar.cluster import cores
+from tfpar.cluster.gpu import gpus
 
 _PACKAGES = ("tensorflow", "keras", "numpy")
 _LEAST_FREE_BYTES = 2 << 30

@@ -12,7 +12,7 @@ from tfpar import config
 from tfpar.checks.devices import on_device
 from tfpar.checks.processes import Outcome, Task, started
 from tfpar.checks.report import Check
-from tfpar.cluster import gpus
+from tfpar.cluster.gpu import gpus
 from tfpar.messages.received import quoted
 
 _SECONDS = 120.0

@@ -1,6 +1,8 @@
 """The workers of a job, their addresses and their devices; imports no TensorFlow."""
 
-from tfpar.cluster.devices import (
+from tfpar.cluster.gpu.gpu_cards import card_numbers, take_share_of_slurm_task
+from tfpar.cluster.gpu.gpu_memory import free_bytes
+from tfpar.cluster.process_devices import (
     check_one_kind,
     configured_devices,
     more_devices,
@@ -9,8 +11,6 @@ from tfpar.cluster.devices import (
     short_name,
     use_logical_cpus,
 )
-from tfpar.cluster.gpu_cards import card_numbers, take_share_of_slurm_task
-from tfpar.cluster.gpu_memory import free_bytes
 
 __all__ = [
     "card_numbers",

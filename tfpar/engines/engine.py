@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
+from tfpar._compat import tf_distribute
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.model_checks import check_variables
 from tfpar.engines.preview import Preview, ReplicaRow, replicas_table
@@ -146,7 +147,7 @@ class Engine(abc.ABC):
 
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is allocated on the devices of this strategy."""
-        return keras_variables.home_of(variable) is self.home and not tf_divided_memory.is_divided(variable)
+        return keras_variables.home_of(variable) is self.home and not sharded_memory.is_divided(variable)
 
     def move_model(self, model: keras.Model) -> None:
         """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_build, keras_losses, keras_model, keras_variables
+from tfpar._compat.models import keras_build, keras_losses, keras_model
+from tfpar._compat.variables import keras_variables
 from tfpar.reduction import objective
 from tfpar.reduction.losses import dense_losses
 

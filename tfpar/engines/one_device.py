@@ -10,12 +10,14 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_metrics, keras_model, keras_optimizer, keras_variables
+from tfpar._compat.models import keras_metrics, keras_model
+from tfpar._compat.optimizers import keras_optimizer
+from tfpar._compat.variables import keras_variables
 from tfpar.engines.single_replica import SingleReplica
 from tfpar.engines.steps.batches_ahead import StepBatch
 from tfpar.reduction import metric_logs, objective
+from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.losses import BatchWeights
-from tfpar.reduction.update_order import after_reads
 
 
 class OneDevice(SingleReplica):

@@ -28,20 +28,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import (
+from tfpar._compat.optimizers import (
     keras_divided_optimizer,
     keras_optimizer,
     keras_sharded_slots,
     keras_sharded_updates,
-    keras_variables,
-    tf_divided_memory,
-    tf_memory_elsewhere,
 )
+from tfpar._compat.variables import keras_variables, sharded_memory, tf_memory_elsewhere
 from tfpar.engines.slot_gathering import gathered
 from tfpar.job import Job
 from tfpar.per_model import PerModel
-from tfpar.placement.devices import follow_data
 from tfpar.placement.owners import choose_owners
+from tfpar.placement.weight_devices import follow_data
 from tfpar.reduction import objective
 
 
@@ -115,7 +113,7 @@ class OptimizerShards:
         built = [optimizer for optimizer, _ in objective.updates_of(model) if optimizer is not None and optimizer.built]
         known_weights = [weight for optimizer in built for weight in keras_sharded_slots.weights_of(optimizer)]
         # In an update an optimizer has pieces of divided weights.
-        wholes = [tf_divided_memory.whole_of(weight)[0] for weight in (*_trained(model), *known_weights)]
+        wholes = [sharded_memory.whole_of(weight)[0] for weight in (*_trained(model), *known_weights)]
         weights, known = {id(weight): weight for weight in wholes}, self._tables.get(model) or {}
         if weights.keys() != known.keys():
             num_owners = self._job.num_workers * self._num_copies
@@ -238,7 +236,7 @@ class OptimizerShards:
         if all(sums is None for sums in gradients):
             optimizer.apply(list(gradients), list(weights))  # raises
         here = self._here(model)
-        wholes = [id(tf_divided_memory.whole_of(weight)[0]) for weight in weights]
+        wholes = [id(sharded_memory.whole_of(weight)[0]) for weight in weights]
         own = [number for number, whole in enumerate(wholes) if whole in here]
         totals = {number: gradients[number][here[wholes[number]]] for number in own if gradients[number] is not None}
         own = own if totals else []
@@ -262,7 +260,7 @@ class OptimizerShards:
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(keras_optimizer.one_device_optimizer())
             contexts.enter_context(keras_sharded_slots.of_owners(weights, here))
-            if any(map(tf_divided_memory.is_divided, weights)):
+            if any(map(sharded_memory.is_divided, weights)):
                 contexts.enter_context(keras_divided_optimizer.of_pieces(optimizer, updated))
             contexts.enter_context(keras_sharded_updates.only_own(optimizer))
             yield

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import tf_memory_elsewhere
+from tfpar._compat.variables import tf_memory_elsewhere
 from tfpar.engines.engine import Engine
 from tfpar.engines.optimizer_shards import OptimizerShards
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_optimizer
+from tfpar._compat.optimizers import keras_optimizer
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.engine import Engine
 from tfpar.reduction import objective

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat.keras_sharded_slots import holder_of
+from tfpar._compat.optimizers.keras_sharded_slots import holder_of
 from tfpar.job import PIECE_BYTES, Job
 from tfpar.placement.owners import num_bytes
 

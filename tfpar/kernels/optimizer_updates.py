@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import host_sizes
-from tfpar._compat import keras_slot_memory, tf_variables
+from tfpar._compat.optimizers import keras_slot_memory
+from tfpar._compat.variables import tf_variables
 from tfpar.kernels import row_updates
 
 # The classes of Keras that have an `update_step` of their own to replace.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 
-from tfpar.cluster import gpus
-from tfpar.cluster.gpus import Found, Gpu
+from tfpar.cluster.gpu import gpus
+from tfpar.cluster.gpu.gpus import Found, Gpu
 
 _COLUMNS = 80 - len("[launch] ")
 _LONGEST_NAME = 18

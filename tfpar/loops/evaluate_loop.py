@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from tfpar import data
-from tfpar._compat import keras_metrics
-from tfpar.loops.deferred_errors import DeferringCallbacks
+from tfpar._compat.models import keras_metrics
+from tfpar.loops.agreement.deferred_errors import DeferringCallbacks
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.step_calls import StepCalls, to_python
 from tfpar.messages import user_warnings

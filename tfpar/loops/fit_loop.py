@@ -16,11 +16,12 @@ from typing import Any, Literal
 import numpy as np
 
 from tfpar import data
-from tfpar._compat import keras_metrics, keras_model
+from tfpar._compat.models import keras_metrics, keras_model
 from tfpar.checkpoint import Checkpoints, Position, callback_state
-from tfpar.loops import learning_rates, resumption
-from tfpar.loops.initial_state import broadcast_initial_state
-from tfpar.loops.resumed_data import check_position, with_data
+from tfpar.loops import learning_rates
+from tfpar.loops.resuming import resumption
+from tfpar.loops.resuming.initial_state import broadcast_initial_state
+from tfpar.loops.resuming.resumed_data import check_position, with_data
 from tfpar.loops.step_calls import NonfiniteStep, StepCalls
 from tfpar.messages import user_warnings
 from tfpar.messages.received import quoted

@@ -17,7 +17,7 @@ import numpy as np
 
 from tfpar.checkpoint import model_state
 from tfpar.job import Job
-from tfpar.loops import equal_workers
+from tfpar.loops.agreement import equal_workers
 from tfpar.strategies import Strategy
 
 Rates = dict[str, float]

@@ -7,7 +7,7 @@ import re
 
 import tensorflow as tf
 
-from tfpar.cluster import gpu_cards, gpus
+from tfpar.cluster.gpu import gpu_cards, gpus
 
 _IS_MEMORY = re.compile(r"OOM when allocating|[Oo]ut of memory|[Ff]ailed to allocate")
 _TENSOR = re.compile(r"allocating tensor with shape ?(\[[\d,]*\])(?: and type (\w+))?")

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import process_lock, xla_choice
-from tfpar._compat import keras_functions, keras_model
+from tfpar._compat.models import keras_functions, keras_model
 from tfpar.engines import model_checks
 from tfpar.loops import model_methods
 from tfpar.strategies import Strategy, model_scopes

@@ -19,9 +19,9 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, keras_model
+from tfpar._compat.models import keras_metrics, keras_model
 from tfpar.files import atomic_file
-from tfpar.loops import barriers
+from tfpar.loops.agreement import barriers
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.strategies import Strategy, model_scopes, strategy_of
 

@@ -10,16 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_weight_placement
+from tfpar._compat.variables import keras_weight_placement
 from tfpar.engines import model_checks
 from tfpar.engines.steps.multi_step import StepLoop
 from tfpar.full_precision import full_precision
-from tfpar.loops import equal_workers, initial_state
+from tfpar.loops.agreement import equal_workers
+from tfpar.loops.agreement.deferred_errors import DeferringCallbacks
 from tfpar.loops.callback_list import callback_list, saves_models
-from tfpar.loops.deferred_errors import DeferringCallbacks
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
-from tfpar.loops.read_order import ReadOrder
+from tfpar.loops.resuming import initial_state
+from tfpar.loops.resuming.read_order import ReadOrder
 from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.messages import user_warnings

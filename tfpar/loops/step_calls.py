@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfpar._compat import keras_metrics, keras_optimizer
+from tfpar._compat.models import keras_metrics
+from tfpar._compat.optimizers import keras_optimizer
 from tfpar.callbacks import Throughput
 from tfpar.engines.steps.multi_step import StepLoop, StepsPerCall
+from tfpar.loops.agreement.deferred_errors import DeferringCallbacks
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
-from tfpar.loops.deferred_errors import DeferringCallbacks
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.messages.whole_numbers import check_whole_number
 from tfpar.strategies import Strategy

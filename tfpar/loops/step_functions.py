@@ -12,7 +12,10 @@ import keras
 import tensorflow as tf
 
 from tfpar import kernels, xla_choice
-from tfpar._compat import keras_model, keras_variables, tf_determinism, tf_function, tf_layout
+from tfpar._compat import tf_determinism
+from tfpar._compat.graphs import tf_function, tf_layout
+from tfpar._compat.models import keras_model
+from tfpar._compat.variables import keras_variables
 from tfpar.engines.engine import Engine
 from tfpar.engines.steps import launched_steps, multi_step
 from tfpar.engines.steps.hidden_errors import revealed

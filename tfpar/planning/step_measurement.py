@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import random_state
+from tfpar._compat.random_numbers import random_state
 from tfpar.full_precision import full_precision
 from tfpar.job import UserMessage
 from tfpar.loops import memory_errors

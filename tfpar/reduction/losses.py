@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import keras_losses
+from tfpar._compat.models import keras_losses
 from tfpar.reduction.replicas import sum_without_gradient
 
 ONE_VALUE = "With several replicas or micro-batches a loss must return one value per example"

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call
+from tfpar._compat.models import keras_losses_in_call
 from tfpar.reduction.losses import dense_losses
 from tfpar.reduction.sums_of_parts import LossSums, sums_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
+from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar.reduction import whole_batch
 from tfpar.reduction.losses import BatchWeights, dense_losses, reduce_kind, reduce_loss
 from tfpar.reduction.losses_in_call import Way

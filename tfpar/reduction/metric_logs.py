@@ -17,7 +17,8 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, keras_model, tf_function
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.models import keras_metrics, keras_model
 from tfpar.reduction.objective import objectives_of
 from tfpar.reduction.verdict import Verdict
 from tfpar.xla_choice import NotCompiledError

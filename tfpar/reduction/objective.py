@@ -17,10 +17,11 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_metrics, keras_model, random_state
+from tfpar._compat.models import keras_metrics, keras_model
+from tfpar._compat.random_numbers import random_state
+from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.losses import BatchWeights, mean_of_sums, reduce_loss
 from tfpar.reduction.restored_model import restored, unchanged
-from tfpar.reduction.update_order import after_reads
 from tfpar.reduction.whole_batch import Recording
 
 Loss = Callable[[Any, bool], Any]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfpar._compat import random_state, tf_distribute, typical_draws
+from tfpar._compat import tf_distribute
+from tfpar._compat.random_numbers import random_state, typical_draws
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_model
-from tfpar.reduction import row_numbers, text_bytes
+from tfpar._compat.models import keras_losses_in_call, keras_model
+from tfpar.reduction import text_bytes
+from tfpar.reduction.gradients import row_numbers
 from tfpar.reduction.losses import ALONE, BatchWeights
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.sums_of_parts import SumsOfParts, sums_of

@@ -10,9 +10,9 @@ from tfpar import callbacks, config
 from tfpar.messages.number_format import counted
 from tfpar.runs.best_model import BestModel
 from tfpar.runs.directory import RunDirectory
-from tfpar.runs.log_names import log_names, may_have_direction
+from tfpar.runs.reporting.log_names import log_names, may_have_direction
+from tfpar.runs.reporting.tensorboard_steps import StepSummaries
 from tfpar.runs.run_trainer import RunTrainer
-from tfpar.runs.tensorboard_steps import StepSummaries
 
 
 def callbacks_from_settings(

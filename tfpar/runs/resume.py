@@ -11,7 +11,7 @@ from tfpar import config
 from tfpar.checkpoint import Position
 from tfpar.config import toml
 from tfpar.files import atomic_file, json_file
-from tfpar.loops.resumption import place
+from tfpar.loops.resuming.resumption import place
 from tfpar.reduction import objective
 from tfpar.runs.directory import RunDirectory
 

@@ -18,19 +18,21 @@ from tfpar import callbacks, config, data, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.config import settings_read
 from tfpar.interruption import interruptible
-from tfpar.loops.deferred_errors import DeferredErrors
+from tfpar.loops.agreement.deferred_errors import DeferredErrors
 from tfpar.messages.number_format import line
 from tfpar.reports import events
 from tfpar.reports.timelines import PipelineRecord
-from tfpar.runs import chosen_layout, header, pipeline_report, resume, run_data, summary
+from tfpar.runs import resume, run_data
 from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor, early_stop, restored_epoch
 from tfpar.runs.directory import RunDirectory
-from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
-from tfpar.runs.model_flops import ModelFlops
-from tfpar.runs.run_reporter import RunReporter
+from tfpar.runs.planning import chosen_layout
+from tfpar.runs.reporting import header, pipeline_report, summary
+from tfpar.runs.reporting.epoch_table import EpochTable
+from tfpar.runs.reporting.model_flops import ModelFlops
+from tfpar.runs.reporting.run_reporter import RunReporter
+from tfpar.runs.reporting.step_profile import StepProfile
 from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
-from tfpar.runs.step_profile import StepProfile
 from tfpar.runs.user_trainer import check_trainer, make_trainer, trainer_reads, trainer_source
 
 

@@ -18,9 +18,10 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, tf_divided_memory
+from tfpar._compat.models import keras_model
+from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding import sharded_values as pieces_of
 from tfpar.sharding.elementwise import dropped
 from tfpar.sharding.model_sharding import Cut, ShardingRule
 from tfpar.sharding.placed_values import Placed
@@ -90,7 +91,7 @@ def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
             tensors[mask_of_heads] = masks[shard]
         with tf.device(device):
             zeros = {id(one): tf.zeros(one.shape, one.dtype) for one in layer.weights if shard and _is_output_bias(one)}
-            with tf_divided_memory.as_pieces(layer.weights, shard, zeros), _dropping(layer, factors, shard):
+            with sharded_memory.as_pieces(layer.weights, shard, zeros), _dropping(layer, factors, shard):
                 partial.append(run_call(call, tensors, training))
     mask = keras_model.mask_of(partial[0])
     if isinstance(layer, keras.layers.MultiHeadAttention) and keras_model.is_of_keras(type(layer).call):

@@ -13,14 +13,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, tf_divided_memory
+from tfpar._compat.models import keras_model
+from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Call, run_call
-from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding import sharded_values as pieces_of
 from tfpar.sharding.dense import WIDE_OUTPUT
 from tfpar.sharding.elementwise import activated, activates_pieces
 from tfpar.sharding.model_sharding import Cut, ShardingRule, even_sizes
-from tfpar.sharding.pieces import Pieces
 from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
+from tfpar.sharding.sharded_values import Pieces
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 DEPTHWISE = (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -196,7 +197,7 @@ def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) ->
         own = {id(state): pieces[shard] for state, pieces in statistics}
         with (
             tf.device(device),
-            tf_divided_memory.as_pieces(layer.variables, shard, own),
+            sharded_memory.as_pieces(layer.variables, shard, own),
             _any_number_of_channels(layer),
         ):
             given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))

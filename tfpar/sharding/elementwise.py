@@ -8,12 +8,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat.models import keras_model
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding import sharded_values as pieces_of
 from tfpar.sharding.model_sharding import Cut, ShardingRule
-from tfpar.sharding.pieces import Pieces
 from tfpar.sharding.placed_values import Placed, layer_mask
+from tfpar.sharding.sharded_values import Pieces
 
 _ACTIVATIONS = {
     "celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh",

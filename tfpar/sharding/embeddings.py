@@ -15,12 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat.models import keras_model
 from tfpar.pipeline.graph.ir import Call
-from tfpar.sharding import pieces as pieces_of
+from tfpar.sharding import sharded_values as pieces_of
 from tfpar.sharding.model_sharding import Cut, ShardingRule
-from tfpar.sharding.pieces import Pieces
 from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
+from tfpar.sharding.sharded_values import Pieces
 
 
 def embedding_rules(call: Call) -> tuple[ShardingRule, ...]:

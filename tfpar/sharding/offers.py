@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import keras_blocks
+from tfpar._compat.models import keras_blocks
 from tfpar.pipeline.graph.ir import Call, Graph
 from tfpar.placement.owners import num_bytes
 from tfpar.sharding.attention import attention_rules

@@ -8,10 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_variables, tf_divided_memory
+from tfpar._compat.models import keras_model
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.pipeline.graph.ir import Value
-from tfpar.sharding import pieces as pieces_of
-from tfpar.sharding.pieces import Pieces, sent
+from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding.sharded_values import Pieces, sent
 
 
 class Placed:
@@ -104,9 +105,9 @@ def weight_piece(variable: Any, shard: int, device: str, dtype: str | None = Non
         device: The device of the shard, that of the piece or that of another replica.
         dtype: The type; None for that of the variable.
     """
-    memory = tf_divided_memory.memories_of(variable)[shard]
+    memory = sharded_memory.memories_of(variable)[shard]
     with tf.device(memory.device):
-        value = tf_divided_memory.read(memory)
+        value = sharded_memory.read(memory)
     arrived = sent(value, keras_variables.full_name(memory.device), keras_variables.full_name(device))
     with tf.device(device):
         return arrived if dtype is None else tf.cast(arrived, dtype)

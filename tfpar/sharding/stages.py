@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_variables
+from tfpar._compat.models import keras_model
+from tfpar._compat.variables import keras_variables
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
 from tfpar.pipeline.partition.stages import Stage, owner_of, users_of

@@ -7,14 +7,9 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import (
-    keras_divided_optimizer,
-    keras_optimizer,
-    keras_variables,
-    keras_weight_placement,
-    tf_divided_memory,
-)
-from tfpar.placement.devices import follow_data
+from tfpar._compat.optimizers import keras_divided_optimizer, keras_optimizer
+from tfpar._compat.variables import keras_variables, keras_weight_placement, sharded_memory
+from tfpar.placement.weight_devices import follow_data
 from tfpar.sharding.model_sharding import Division
 
 
@@ -33,8 +28,8 @@ def place(model: keras.Model, divisions: Mapping[Hashable, Division], homes: Cal
         division, devices = divisions.get(id(variable)), homes(variable)
         if division is None:
             keras_weight_placement.place(variable, devices[0])
-        elif not tf_divided_memory.is_divided_as(variable, *division, devices):
-            tf_divided_memory.divide(variable, *division, devices)
+        elif not sharded_memory.is_divided_as(variable, *division, devices):
+            sharded_memory.divide(variable, *division, devices)
     if keras_variables.num_moves(model.variables) != before:
         place_slots(model)
 
@@ -95,4 +90,4 @@ def finalize(model: keras.Model) -> None:
 
 
 def _pieces(weight: Any) -> list[Any]:
-    return tf_divided_memory.pieces_of(weight)
+    return sharded_memory.pieces_of(weight)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import keras
 
-from tfpar._compat import keras_model
+from tfpar._compat.models import keras_model
 
 
 def _leave_methods(model: keras.Model) -> None:

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import cluster
-from tfpar._compat import keras_variables
+from tfpar._compat.variables import keras_variables
 from tfpar.cluster import tf_config
 from tfpar.messages.suggestions import closest
 from tfpar.strategies import model_scopes

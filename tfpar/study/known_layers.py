@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import layers
 
-from tfpar._compat import keras_calls, keras_model, keras_tracing
+from tfpar._compat.models import keras_calls, keras_model, keras_tracing
 
 # For all their settings, if the rows are the first axis.
 _ALONE = {

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_losses_in_call, keras_model
+from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model
 from tfpar.reduction.losses import dense_losses
 from tfpar.reduction.verdict import Kind
 from tfpar.study import relation

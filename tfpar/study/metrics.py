@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_metrics
+from tfpar._compat.models import keras_losses_in_call, keras_metrics
 from tfpar.reduction.metric_logs import all_metrics, not_updated, other_metrics
 from tfpar.study.made_up import Rows
 

@@ -19,8 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_model
-from tfpar._compat.keras_calls import LayerCall
+from tfpar._compat.models import keras_model
+from tfpar._compat.models.keras_calls import LayerCall
 from tfpar.reduction import whole_batch
 from tfpar.reduction.sums_of_parts import SumsOfParts
 from tfpar.study import relation

@@ -11,18 +11,11 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import (
-    keras_losses,
-    keras_losses_in_call,
-    keras_model,
-    keras_variables,
-    python_draws,
-    random_state,
-    tf_function,
-    tf_untracked,
-    typical_draws,
-)
-from tfpar._compat.keras_calls import Calls, LayerCall
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model
+from tfpar._compat.models.keras_calls import Calls, LayerCall
+from tfpar._compat.random_numbers import python_draws, random_state, typical_draws
+from tfpar._compat.variables import keras_variables, tf_untracked
 
 
 class CallError(Exception):

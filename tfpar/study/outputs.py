@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_model, python_draws
+from tfpar._compat.models import keras_model
+from tfpar._compat.random_numbers import python_draws
 from tfpar.messages.reasons import reason_of
 from tfpar.study import relation
 from tfpar.study.gathered_calls import with_whole_batch

@@ -7,7 +7,7 @@ import textwrap
 
 import keras
 
-from tfpar._compat import keras_losses, keras_metrics
+from tfpar._compat.models import keras_losses, keras_metrics
 from tfpar.reduction.verdict import Kind, Verdict
 
 _COLUMNS = 78

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat.models import keras_model
 from tfpar.study import relation
 from tfpar.study.mixing_layers import Runs
 from tfpar.study.observation import Observation

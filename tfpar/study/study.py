@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_metrics, keras_model, tf_function
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.models import keras_losses, keras_metrics, keras_model
 from tfpar.reduction.losses_in_call import Way, cheapest_ways, in_part
 from tfpar.reduction.verdict import Kind, Verdict
 from tfpar.study import loss_relations, relation

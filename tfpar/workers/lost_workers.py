@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from tfpar._compat import tf_function
+from tfpar._compat.graphs import tf_function
 from tfpar.cluster import reachability, tf_config
 from tfpar.cluster.other_worker_error import LOST
 from tfpar.config.sections import A_WEEK_SECONDS

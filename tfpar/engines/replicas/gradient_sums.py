@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.reduction import indexed_slices
-from tfpar.reduction.gradients import Sums, all_reduce_gradients
+from tfpar.reduction.gradients import indexed_slices
+from tfpar.reduction.gradients.all_reduce import Sums, all_reduce_gradients
 from tfpar.reduction.replicas import sum_on
 
 
@@ -30,9 +30,9 @@ def sum_gradients(
         lookups: The lookups of each gradient; None for one that is summed as a dense one.
         example_weight: The weight of an example in losses, a scalar.
         num_counted: The number of its examples to count in metrics, an int scalar.
-        pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
-        compression: As for `tfpar.reduction.gradients.all_reduce_gradients`.
-        own_sums: As for `tfpar.reduction.gradients.all_reduce_gradients`.
+        pack_bytes: As for `tfpar.reduction.gradients.all_reduce.all_reduce_gradients`.
+        compression: As for `tfpar.reduction.gradients.all_reduce.all_reduce_gradients`.
+        own_sums: As for `tfpar.reduction.gradients.all_reduce.all_reduce_gradients`.
         owners: For the first gradients, the replica of this process on whose device each is summed; none to all-reduce.
     """
     sent: list[Any] = []

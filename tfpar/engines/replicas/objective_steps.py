@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_optimizer
+from tfpar._compat.models import keras_losses
+from tfpar._compat.optimizers import keras_optimizer
 from tfpar.reduction import objective
 from tfpar.reduction.losses import BatchWeights
 

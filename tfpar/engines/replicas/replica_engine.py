@@ -12,13 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import (
-    keras_losses_in_call,
-    keras_model,
-    keras_optimizer,
-    keras_variables,
-    tf_distribute,
-)
+from tfpar._compat import tf_distribute
+from tfpar._compat.models import keras_losses_in_call, keras_model
+from tfpar._compat.optimizers import keras_optimizer
+from tfpar._compat.variables import keras_variables
 from tfpar.data import Sharded
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.one_device import forward, loss_and_gradients
@@ -41,11 +38,11 @@ from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
-from tfpar.reduction.gradient_order import compute_early
-from tfpar.reduction.indexed_slices import Lookups, kinds_of, lookups_of
+from tfpar.reduction.gradients.gradient_order import compute_early
+from tfpar.reduction.gradients.indexed_slices import Lookups, kinds_of, lookups_of
+from tfpar.reduction.gradients.row_numbers import Sources
+from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.replicas import replica_id
-from tfpar.reduction.row_numbers import Sources
-from tfpar.reduction.update_order import after_reads
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import AllGather
 from tfpar.study.outputs import BatchDependentLayers, Words

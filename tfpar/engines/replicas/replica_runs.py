@@ -10,12 +10,14 @@ import keras
 import tensorflow as tf
 
 from tfpar import data, host_sizes
-from tfpar._compat import keras_losses, keras_losses_in_call, keras_model, random_state
+from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model
+from tfpar._compat.random_numbers import random_state
 from tfpar.engines.one_device import forward_backward
 from tfpar.engines.replicas.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.engines.steps.compiled_calls import call_with_xla, groups_compiled, suits
-from tfpar.reduction import indexed_slices, objective
+from tfpar.reduction import objective
+from tfpar.reduction.gradients import indexed_slices
 from tfpar.reduction.losses_of_parts import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.verdict import Verdict

@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, keras_model, tf_distribute
+from tfpar._compat import tf_distribute
+from tfpar._compat.models import keras_metrics, keras_model
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.reduction import metric_logs, whole_batch
 from tfpar.reduction.replicas import replica_id, sum_without_gradient

@@ -10,14 +10,16 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_model, keras_variables, random_state
+from tfpar._compat.models import keras_losses, keras_model
+from tfpar._compat.random_numbers import random_state
+from tfpar._compat.variables import keras_variables
 from tfpar.engines.one_device import forward_backward
 from tfpar.reduction import objective, whole_batch
-from tfpar.reduction.gradient_addition import spec_of
-from tfpar.reduction.indexed_slices import Kind, kinds_of
+from tfpar.reduction.gradients.gradient_addition import spec_of
+from tfpar.reduction.gradients.indexed_slices import Kind, kinds_of
+from tfpar.reduction.gradients.row_numbers import Sources
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.replicas import local_replica_id
-from tfpar.reduction.row_numbers import Sources
 
 # Keras layers that look up rows of a weight, or may do so in a user's function; all others multiply their weights.
 _LOOKING_UP = (keras.layers.Embedding, keras.layers.Lambda)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfpar import cluster, data
-from tfpar._compat import keras_variables
+from tfpar._compat.variables import keras_variables
 from tfpar.cluster import tf_config
 from tfpar.engines.preview import Preview, ReplicaRow, replicas_table
 from tfpar.engines.stages.stage_engine import Settings, StageEngine

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 
 import keras
 
-from tfpar._compat import keras_model, keras_variables
+from tfpar._compat.models import keras_model
+from tfpar._compat.variables import keras_variables
 from tfpar.pipeline.partition.layer_settings import settings_of, settings_of_model
 
 _IN_TRAINING = (

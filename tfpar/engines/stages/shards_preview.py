@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import keras_variables, tf_divided_memory
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.engines.preview import Preview, ReplicaRow, replicas_table
 from tfpar.pipeline.graph.ir import Call
 from tfpar.placement.owners import num_bytes
@@ -56,5 +56,5 @@ def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_e
 
 def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
     """Return the variables, or pieces of divided ones, on some devices."""
-    pieces = [piece for variable in variables for piece in tf_divided_memory.pieces_of(variable)]
+    pieces = [piece for variable in variables for piece in sharded_memory.pieces_of(variable)]
     return [piece for piece in pieces if any(keras_variables.is_on(piece, device) for device in devices)]

@@ -10,14 +10,11 @@ import keras
 import tensorflow as tf
 
 from tfpar import data, process_lock
-from tfpar._compat import (
-    keras_divided_optimizer,
-    keras_model,
-    keras_variables,
-    keras_weight_placement,
-    random_state,
-    tf_function,
-)
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.models import keras_model
+from tfpar._compat.optimizers import keras_divided_optimizer
+from tfpar._compat.random_numbers import random_state
+from tfpar._compat.variables import keras_variables, keras_weight_placement
 from tfpar.engines.preview import Preview
 from tfpar.engines.single_replica import SingleReplica
 from tfpar.engines.stages.shards_preview import shards_preview
@@ -31,7 +28,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
 from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
-from tfpar.pipeline.execution.peers import LocalPart, Peers
+from tfpar.pipeline.execution.other_workers import LocalPart, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.steps import Apply, PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance

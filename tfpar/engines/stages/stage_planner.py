@@ -11,12 +11,10 @@ from typing import Any
 import keras
 
 from tfpar import cluster, data
-from tfpar._compat import (
-    keras_losses,
-    keras_optimizer,
-    keras_variables,
-    random_state,
-)
+from tfpar._compat.models import keras_losses
+from tfpar._compat.optimizers import keras_optimizer
+from tfpar._compat.random_numbers import random_state
+from tfpar._compat.variables import keras_variables
 from tfpar.engines.stages.free_memory import within_free_memory
 from tfpar.engines.stages.model_version import ModelVersion
 from tfpar.messages import user_warnings
@@ -32,8 +30,8 @@ from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
 from tfpar.pipeline.stages.compiler import StageCompiler
-from tfpar.placement.devices import place_weights
 from tfpar.placement.owners import homes
+from tfpar.placement.weight_devices import place_weights
 from tfpar.sharding.model_sharding import ModelSharding
 from tfpar.sharding.rules import Rules
 from tfpar.sharding.stages import DividedStage, Groups, divide_stages

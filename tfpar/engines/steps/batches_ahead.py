@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import tf_variables
+from tfpar._compat.variables import tf_variables
 from tfpar.pipeline.stages.bundles import is_copied
 
 HOST = "/device:CPU:0"

@@ -16,7 +16,8 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, keras_model, keras_probabilities, tf_graph
+from tfpar._compat.graphs import tf_graph
+from tfpar._compat.models import keras_metrics, keras_model, keras_probabilities
 from tfpar.reduction import objective
 from tfpar.xla_choice import NotCompiledError
 

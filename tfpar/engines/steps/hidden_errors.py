@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import tf_variables
+from tfpar._compat.variables import tf_variables
 from tfpar.engines.steps.batches_ahead import HOST
 
 # What an operation of a model raises; other errors come from the way in which it is run.

@@ -27,7 +27,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import host_sizes, process_lock, xla_choice
-from tfpar._compat import tf_custom_gradient, tf_function, tf_graph, tf_layout, tf_variables
+from tfpar._compat.graphs import tf_custom_gradient, tf_function, tf_graph, tf_layout
+from tfpar._compat.variables import tf_variables
 from tfpar.engines.steps.batches_ahead import HOST, BatchesAhead
 from tfpar.engines.steps.hidden_errors import revealed
 from tfpar.engines.steps.multi_step import CallResult, LoopParts, alone, alone_on_devices

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from tfpar import host_sizes, process_lock
-from tfpar._compat import tf_custom_gradient, tf_determinism, tf_function, tf_sums
+from tfpar._compat import tf_determinism
+from tfpar._compat.graphs import tf_custom_gradient, tf_function, tf_sums
 from tfpar.engines.steps.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.engines.steps.hidden_errors import CurrentElement, revealed
 

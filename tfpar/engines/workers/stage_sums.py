@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.engines.workers.collectives import PACK_BYTES, Group
-from tfpar.reduction.gradients import sum_in_packs
+from tfpar.reduction.gradients.all_reduce import sum_in_packs
 
 
 class StageSums:
-    """The workers of a job as `tfpar.pipeline.execution.peers.Peers`.
+    """The workers of a job as `tfpar.pipeline.execution.other_workers.Peers`.
 
     Args:
         devices: The devices of this worker, full names; those of all workers have the same order.

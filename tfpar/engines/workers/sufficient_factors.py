@@ -30,8 +30,8 @@ import tensorflow as tf
 
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.engines.workers.collectives import Group, pad_rows
-from tfpar.reduction.gradient_order import use_early
-from tfpar.reduction.gradients import as_vector
+from tfpar.reduction.gradients.all_reduce import as_vector
+from tfpar.reduction.gradients.gradient_order import use_early
 
 # In the time that a byte takes over the loopback, the fastest network between CPUs, a core does over 100 operations.
 FLOPS_PER_BYTE = 100

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import random_state
+from tfpar._compat.random_numbers import random_state
 from tfpar.cluster import tf_config
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.engine import Engine

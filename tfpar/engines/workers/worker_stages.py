@@ -22,7 +22,7 @@ from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.stage_sums import StageSums, place_of
 from tfpar.engines.workers.worker import Worker
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.pipeline.execution.other_workers import LocalPart
 from tfpar.pipeline.execution.steps import Apply
 from tfpar.pipeline.schedule.simulator import Timeline
 

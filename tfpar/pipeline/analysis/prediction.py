@@ -13,7 +13,7 @@ from tfpar.pipeline.analysis import step_timing
 from tfpar.pipeline.analysis.reduction_timing import measure_all_reduces, measure_reductions
 from tfpar.pipeline.analysis.saved_bytes import saved_bytes
 from tfpar.pipeline.analysis.stage_table import StageRow
-from tfpar.pipeline.execution.peers import Peers
+from tfpar.pipeline.execution.other_workers import Peers
 from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import MemoryNeeds, Partition
 from tfpar.pipeline.partition.stages import bytes_per_example

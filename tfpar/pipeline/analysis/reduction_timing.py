@@ -11,13 +11,13 @@ import keras
 import tensorflow as tf
 
 from tfpar.pipeline.analysis.step_timing import run_seconds
-from tfpar.pipeline.execution.peers import Peers
+from tfpar.pipeline.execution.other_workers import Peers
 from tfpar.pipeline.execution.step_compiler import CompiledStep
 from tfpar.pipeline.schedule.links import Link, fit_link
 from tfpar.pipeline.stages.compiled_stage import CompiledStage
 from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.placement.owners import num_bytes
-from tfpar.reduction.gradient_addition import sum_of
+from tfpar.reduction.gradients.gradient_addition import sum_of
 
 # Messages whose durations a link is fitted to: the smallest is latency, the largest several packs at once. Together
 # they take a fraction of a second on a network of 1 Gbit/s.

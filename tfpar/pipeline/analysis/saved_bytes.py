@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpar.pipeline.stages.compiled_stage import CompiledStage
 from tfpar.pipeline.stages.subgraphs import Subgraph
-from tfpar.reduction.gradient_addition import tensors_of
+from tfpar.reduction.gradients.gradient_addition import tensors_of
 
 _VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
 

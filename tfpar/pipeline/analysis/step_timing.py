@@ -12,7 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer, keras_optimizer_copy, tf_determinism, tf_function
+from tfpar._compat import tf_determinism
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.optimizers import keras_optimizer, keras_optimizer_copy
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule import Action, Schedule

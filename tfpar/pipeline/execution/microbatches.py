@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_distribute
-from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.pipeline.execution.other_workers import LocalPart
 from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.stages.bundles import is_copied
 from tfpar.pipeline.stages.padding import Rows

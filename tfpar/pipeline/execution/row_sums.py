@@ -9,11 +9,11 @@ import keras
 import tensorflow as tf
 
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
-from tfpar.pipeline.execution.peers import Peers
+from tfpar.pipeline.execution.other_workers import Peers
 from tfpar.pipeline.stages.sparse_rows import Kinds
-from tfpar.reduction import indexed_slices
-from tfpar.reduction.gradient_addition import sum_of
-from tfpar.reduction.indexed_slices import RowSlices
+from tfpar.reduction.gradients import indexed_slices
+from tfpar.reduction.gradients.gradient_addition import sum_of
+from tfpar.reduction.gradients.indexed_slices import RowSlices
 
 
 class RowSums:

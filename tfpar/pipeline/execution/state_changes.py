@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import tf_function
+from tfpar._compat.graphs import tf_function
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.stages.bundles import Bundle, bundled, specs_of, unbundle
-from tfpar.reduction.gradient_addition import sum_of
+from tfpar.reduction.gradients.gradient_addition import sum_of
 
 
 class Change(NamedTuple):

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, keras_model
+from tfpar._compat.models import keras_metrics, keras_model
 from tfpar.pipeline.loss.metrics_update import MetricsUpdate
 from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss, taken_after_stages
 from tfpar.pipeline.stages.compiler import CompiledStages, StageCompiler
 from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import metric_logs
-from tfpar.reduction.gradient_addition import spec_of
+from tfpar.reduction.gradients.gradient_addition import spec_of
 from tfpar.reduction.losses_of_parts import LossReduction
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import not_dense

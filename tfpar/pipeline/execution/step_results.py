@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics
-from tfpar._compat.tf_divided_memory import lasting_pieces
-from tfpar.placement.devices import follow_data
-from tfpar.reduction.gradient_addition import plus
+from tfpar._compat.models import keras_metrics
+from tfpar._compat.variables.sharded_memory import lasting_pieces
+from tfpar.placement.weight_devices import follow_data
+from tfpar.reduction.gradients.gradient_addition import plus
 
 
 def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:

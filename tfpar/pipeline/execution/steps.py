@@ -11,12 +11,13 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_optimizer, tf_function
-from tfpar._compat.tf_divided_memory import lasting_pieces
-from tfpar.pipeline.execution.executor import Execution
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.optimizers import keras_optimizer
+from tfpar._compat.variables.sharded_memory import lasting_pieces
+from tfpar.pipeline.execution.batch_execution import StepContext, named
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
-from tfpar.pipeline.execution.peers import LocalPart, Peers
-from tfpar.pipeline.execution.replicas import StepContext, named
+from tfpar.pipeline.execution.other_workers import LocalPart, Peers
+from tfpar.pipeline.execution.schedule_executor import Execution
 from tfpar.pipeline.execution.state_changes import added_changes, values_after
 from tfpar.pipeline.execution.step_compiler import CompiledStep, StepCompiler
 from tfpar.pipeline.execution.step_loss import StepLoss
@@ -26,7 +27,7 @@ from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.segments import Segment, segments
 from tfpar.pipeline.stages.compiler import CompiledStages
-from tfpar.placement.devices import follow_data
+from tfpar.placement.weight_devices import follow_data
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 

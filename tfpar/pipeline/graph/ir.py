@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import keras_losses_in_call, keras_tracing, tf_function
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.models import keras_losses_in_call, keras_tracing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

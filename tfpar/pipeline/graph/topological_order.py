@@ -14,8 +14,8 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import keras_loss_operations
-from tfpar._compat.keras_recorded import Recorded
+from tfpar._compat.models import keras_loss_operations
+from tfpar._compat.models.keras_recorded import Recorded
 from tfpar.pipeline.graph.ir import Call, Graph, Value
 
 

@@ -23,8 +23,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_blocks, keras_losses, keras_model, keras_tracing, random_state, tf_function
-from tfpar._compat.keras_recorded import Recorded
+from tfpar._compat.graphs import tf_function
+from tfpar._compat.models import keras_blocks, keras_losses, keras_model, keras_tracing
+from tfpar._compat.models.keras_recorded import Recorded
+from tfpar._compat.random_numbers import random_state
 from tfpar.messages.reasons import message_of
 from tfpar.messages.users_code import users_place
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run

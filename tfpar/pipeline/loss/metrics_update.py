@@ -9,11 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_metrics, keras_variables, tf_function, tf_graph
+from tfpar._compat.graphs import tf_function, tf_graph
+from tfpar._compat.models import keras_losses_in_call, keras_metrics
+from tfpar._compat.variables import keras_variables
 from tfpar.pipeline.loss.output_functions import OutputFunction
 from tfpar.pipeline.stages.staged_model import StagedModel
 from tfpar.pipeline.stages.values import ValueSpec
-from tfpar.reduction import gathered_classes, metric_logs
+from tfpar.reduction import metric_logs
+from tfpar.reduction.vocabulary import gathered_classes
 
 
 class MetricsUpdate:

@@ -14,26 +14,20 @@ import keras
 import tensorflow as tf
 
 from tfpar import host_sizes
-from tfpar._compat import (
-    keras_losses,
-    keras_losses_in_call,
-    keras_metrics,
-    keras_model,
-    random_state,
-    tf_divided_memory,
-    tf_function,
-    tf_tapes,
-)
+from tfpar._compat.graphs import tf_function, tf_tapes
+from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_metrics, keras_model
+from tfpar._compat.random_numbers import random_state
+from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.loss.output_functions import OutputFunction
 from tfpar.pipeline.stages.refusals import refuse_python
 from tfpar.pipeline.stages.sparse_rows import Kinds, by_lookups
 from tfpar.pipeline.stages.trace import trace_with_record
 from tfpar.pipeline.stages.values import ValueSpec
-from tfpar.placement.devices import follow_data
-from tfpar.reduction import gathered_classes
-from tfpar.reduction.gradient_addition import dense_parts, tensors_of
+from tfpar.placement.weight_devices import follow_data
+from tfpar.reduction.gradients.gradient_addition import dense_parts, tensors_of
+from tfpar.reduction.gradients.row_numbers import Source, Sources
 from tfpar.reduction.losses_of_parts import LossReduction
-from tfpar.reduction.row_numbers import Source, Sources
+from tfpar.reduction.vocabulary import gathered_classes
 
 
 def taken_after_stages(model: keras.Model, batch: Any) -> Any:
@@ -316,13 +310,13 @@ class MicrobatchLoss:
         trackers = [state for tracker in keras_metrics.trackers_of_losses(self.model) for state in tracker.variables]
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in trackers]
         parameters = list(zip(self.parameters, arguments.parameters, strict=True))
-        shards = [pair for pair in parameters if tf_divided_memory.piece_of(pair[0]) is not None]
-        whole = [pair for pair in parameters if tf_divided_memory.piece_of(pair[0]) is None]
+        shards = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is not None]
+        whole = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is None]
         variables = (*trackers, *self.metric_states, *self.layer_states)
         values = (*zeros, *arguments.metric_states, *arguments.layer_states)
         with (
             tf.device(self.device),
-            tf_divided_memory.with_values(shards),
+            sharded_memory.with_values(shards),
             tf_tapes.replaced([*zip(variables, values, strict=True), *whole]) as scope,
             random_state.replica_seeds(lambda: arguments.number),
             keras_losses_in_call.scalars_weighted(lambda _: _part(arguments)),
@@ -418,6 +412,6 @@ def _captured_weights(model: keras.Model, function: Any) -> list[Any]:
     return [
         shard
         for variable in model.trainable_variables
-        for shard in tf_divided_memory.lasting_pieces(variable)
-        if any(id(handle) in handles for handle in tf_divided_memory.handles_of(variable))
+        for shard in sharded_memory.lasting_pieces(variable)
+        if any(id(handle) in handles for handle in sharded_memory.handles_of(variable))
     ]

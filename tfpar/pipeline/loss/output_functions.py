@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import tf_function
+from tfpar._compat.graphs import tf_function
 from tfpar.pipeline.stages.shards import argument, requested_device
 from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
 

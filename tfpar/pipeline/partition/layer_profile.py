@@ -13,13 +13,15 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state, tf_function, tf_graph, tf_tapes
+from tfpar._compat.graphs import tf_function, tf_graph, tf_tapes
+from tfpar._compat.models import keras_model
+from tfpar._compat.random_numbers import random_state
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
 from tfpar.pipeline.partition.layer_settings import settings_of
 from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.placement.owners import num_bytes
-from tfpar.reduction.gradient_addition import dense_part
+from tfpar.reduction.gradients.gradient_addition import dense_part
 
 _REPEATS = 3
 

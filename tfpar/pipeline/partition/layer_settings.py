@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat.keras_model import all_layers, is_of_keras
+from tfpar._compat.models.keras_model import all_layers, is_of_keras
 from tfpar.pipeline.graph.ir import Call, Value
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import tf_function
+from tfpar._compat.graphs import tf_function
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.stages.bundles import Bundle, bundled, devices_of_parts, specs_of, unbundle
 from tfpar.pipeline.stages.padding import Rows, add_zero_rows, repeat_last_row
@@ -25,7 +25,7 @@ from tfpar.pipeline.stages.sparse_rows import Kinds
 from tfpar.pipeline.stages.subgraphs import Subgraph
 from tfpar.pipeline.stages.trace import StageTrace, StageVariables
 from tfpar.pipeline.stages.values import MaskedTensor, Place, ValueSpec
-from tfpar.reduction.gradient_addition import tensors_of, value_of
+from tfpar.reduction.gradients.gradient_addition import tensors_of, value_of
 from tfpar.reduction.losses_in_call import Way
 
 Known = dict[Any, tf.Tensor]  # values by `tensor.ref()` of the traced graph

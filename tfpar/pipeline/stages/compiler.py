@@ -17,14 +17,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import (
-    keras_metrics,
-    keras_model,
-    keras_variables,
-    random_state,
-    tf_divided_memory,
-    tf_graph,
-)
+from tfpar._compat.graphs import tf_graph
+from tfpar._compat.models import keras_metrics, keras_model
+from tfpar._compat.random_numbers import random_state
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value
 from tfpar.pipeline.partition.stages import Stage
@@ -37,7 +33,7 @@ from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
 from tfpar.pipeline.stages.trace import StageTrace, StageVariables, with_untrained_weights
 from tfpar.pipeline.stages.tracing import StageTracer
 from tfpar.pipeline.stages.values import ValueSpec
-from tfpar.reduction.gradient_addition import spec_of, tensors_of
+from tfpar.reduction.gradients.gradient_addition import spec_of, tensors_of
 from tfpar.reduction.losses_in_call import Way
 
 # The trace and the passes of a stage, by all that they depend on.
@@ -287,12 +283,12 @@ def _name(stage: Stage) -> str:
 
 def _by_role(variables: Iterable[Any], training: bool) -> StageVariables:
     """Return variables, of divided ones the shards, as parameters and states."""
-    shards = [shard for variable in variables for shard in tf_divided_memory.lasting_pieces(variable)]
+    shards = [shard for variable in variables for shard in sharded_memory.lasting_pieces(variable)]
     distinct = {id(shard): shard for shard in shards}.values()
     trained = [variable for variable in distinct if variable.trainable and training]
     others = [variable for variable in distinct if not (variable.trainable and training)]
-    untrained = [variable for variable in others if tf_divided_memory.piece_of(variable) is not None]
-    states = [variable for variable in others if tf_divided_memory.piece_of(variable) is None]
+    untrained = [variable for variable in others if sharded_memory.piece_of(variable) is not None]
+    states = [variable for variable in others if sharded_memory.piece_of(variable) is None]
     return StageVariables((*trained, *untrained), tuple(states), len(trained))
 
 
@@ -302,6 +298,6 @@ def _captured(trace: StageTrace, variables: Iterable[keras.Variable]) -> list[ke
     unseen = [
         variable
         for variable in variables
-        if any(id(handle) in handles for handle in tf_divided_memory.handles_of(variable))
+        if any(id(handle) in handles for handle in sharded_memory.handles_of(variable))
     ]
     return [*unseen, random_state.state_of_no_layer()] if trace.uses_global_generator else unseen

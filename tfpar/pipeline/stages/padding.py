@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar.pipeline.stages.subgraphs import Subgraph
 from tfpar.pipeline.stages.trace import StageTrace
-from tfpar.reduction.gradient_addition import reached_from
+from tfpar.reduction.gradients.gradient_addition import reached_from
 
 _NUM_ROWS = 997  # a size that no layer has by itself
 

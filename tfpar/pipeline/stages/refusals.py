@@ -20,9 +20,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import tf_custom_gradient, tf_graph
+from tfpar._compat.graphs import tf_custom_gradient, tf_graph
 from tfpar.pipeline.partition.stages import Stage
-from tfpar.reduction.gradient_addition import dense_parts, reached_from
+from tfpar.reduction.gradients.gradient_addition import dense_parts, reached_from
 
 _GRADIENT = "_gradient_op_type"
 

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfpar import host_sizes
-from tfpar._compat import tf_distribute, tf_divided_memory, tf_onednn
+from tfpar._compat import tf_distribute, tf_onednn
+from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Value
 
 
@@ -106,7 +107,7 @@ def on_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Se
     """
     placed = []
     for variable, value in zip(variables, values, strict=True):
-        shard = tf_divided_memory.piece_of(variable)
+        shard = sharded_memory.piece_of(variable)
         if shard is None:
             placed.append(value)
             continue

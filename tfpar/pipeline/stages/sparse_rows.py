@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.reduction import indexed_slices
-from tfpar.reduction.row_numbers import Sources
+from tfpar.reduction.gradients import indexed_slices
+from tfpar.reduction.gradients.row_numbers import Sources
 
 Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and lookup, none for a dense gradient
 

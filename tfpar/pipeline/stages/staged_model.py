@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value
 from tfpar.pipeline.partition.stages import Stage
-from tfpar.placement.devices import copied_to
+from tfpar.placement.weight_devices import copied_to
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

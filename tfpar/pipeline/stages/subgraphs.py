@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat.tf_function import noinline_function
+from tfpar._compat.graphs.tf_function import noinline_function
 from tfpar.pipeline.stages.shards import on_devices, requested_device
 
 _SIZES = ("Rank", "Shape", "ShapeN", "Size")

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tfpar.pipeline.stages.sparse_rows import Kinds
 from tfpar.pipeline.stages.values import Place, ValueSpec, spec_of_output
-from tfpar.reduction.gradient_addition import dense_parts, tensors_of
+from tfpar.reduction.gradients.gradient_addition import dense_parts, tensors_of
+from tfpar.reduction.gradients.row_numbers import Sources
 from tfpar.reduction.losses_in_call import Way
-from tfpar.reduction.row_numbers import Sources
 
 Record = TypeVar("Record")
 

@@ -15,14 +15,10 @@ import keras
 import tensorflow as tf
 
 from tfpar import host_sizes
-from tfpar._compat import (
-    keras_losses_in_call,
-    keras_model,
-    keras_probabilities,
-    random_state,
-    tf_divided_memory,
-    tf_tapes,
-)
+from tfpar._compat.graphs import tf_tapes
+from tfpar._compat.models import keras_losses_in_call, keras_model, keras_probabilities
+from tfpar._compat.random_numbers import random_state
+from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.layer_settings import settings_of_calls
@@ -32,11 +28,11 @@ from tfpar.pipeline.stages.shards import DividedCalls, on_shards
 from tfpar.pipeline.stages.sparse_rows import by_lookups
 from tfpar.pipeline.stages.trace import BackwardTrace, StageTrace, StageVariables, trace_with_record
 from tfpar.pipeline.stages.values import Place, ValueSpec
-from tfpar.placement.devices import follow_data
-from tfpar.reduction import gathered_classes
-from tfpar.reduction.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
+from tfpar.placement.weight_devices import follow_data
+from tfpar.reduction.gradients.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
+from tfpar.reduction.gradients.row_numbers import Source, Sources
 from tfpar.reduction.losses_in_call import Way, in_part
-from tfpar.reduction.row_numbers import Source, Sources
+from tfpar.reduction.vocabulary import gathered_classes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +146,9 @@ class StageTracer:
         """Add the layer calls to the graph, and their outputs to `tensors`."""
         variables = self.variables
         pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
-        whole = [pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is None]
+        whole = [pair for pair in pairs if sharded_memory.piece_of(pair[0]) is None]
         with (
-            tf_divided_memory.with_values([pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is not None]),
+            sharded_memory.with_values([pair for pair in pairs if sharded_memory.piece_of(pair[0]) is not None]),
             tf.device(self.devices[0]),
             tf_tapes.replaced(whole, collect_losses=True) as scope,
             random_state.replica_seeds(lambda: place.number),

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_probabilities
-from tfpar.reduction import gathered_classes
-from tfpar.reduction.gradient_addition import sum_of
-from tfpar.reduction.row_numbers import Source
+from tfpar._compat.models import keras_model, keras_probabilities
+from tfpar.reduction.gradients.gradient_addition import sum_of
+from tfpar.reduction.gradients.row_numbers import Source
+from tfpar.reduction.vocabulary import gathered_classes
 
 
 @dataclasses.dataclass(frozen=True)

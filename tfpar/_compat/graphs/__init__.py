@@ -1,0 +1,1 @@
+"""Graphs, functions, gradients and kernels of TensorFlow."""

@@ -1,0 +1,1 @@
+"""Models, layers, losses and metrics of Keras."""

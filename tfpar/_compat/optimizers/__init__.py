@@ -1,0 +1,1 @@
+"""Optimizers of Keras: their updates, and their slots."""

@@ -1,0 +1,174 @@
+"""Slots of an optimizer that one replica alone holds, the owner of their weight: their memory, and that of the weights.
+
+    weight   DistributedVariable ─┬ tf.Variable on replica 0        slot   tf.Variable on replica 1, its owner;
+                                  └ tf.Variable on replica 1               MemoryElsewhere in other processes
+
+Written for Keras 3.15 and TensorFlow 2.21. A mirrored `keras.Variable` has a `DistributedVariable` in `_value`
+(tensorflow/python/distribute/values.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.distribute.numpy_dataset import SingleDevice
+from tensorflow.python.distribute.values import DistributedVariable
+
+from tfpar._compat import versions
+from tfpar._compat.optimizers import keras_optimizer
+from tfpar._compat.variables import keras_variables, sharded_memory
+from tfpar._compat.variables.tf_memory_elsewhere import MemoryElsewhere, is_elsewhere
+
+_OWNED = "_tfpar_owned"  # an attribute of the memory of slots on one device
+_HOLDER = "_tfpar_holder"  # an attribute of a slot of one process, also where it has memory: the rank of its holder
+
+
+def holder_of(variable: Any) -> int | None:
+    """Return the rank of the process that alone holds a slot; None for a variable that all processes have."""
+    rank: int | None = getattr(variable, _HOLDER, None)
+    return rank
+
+
+def is_owned(variable: keras.Variable) -> bool:
+    """Return whether a variable is a slot on the device of one replica, or of one process."""
+    return getattr(variable._value, _OWNED, False) or holder_of(variable) is not None
+
+
+def hold(slot: Any, holder: int, *, is_held_here: bool) -> None:
+    """Note the process that holds a slot; in another one, release the memory.
+
+    Args:
+        slot: A slot of an optimizer.
+        holder: The rank of the process.
+        is_held_here: Whether that is this process.
+    """
+    setattr(slot, _HOLDER, holder)
+    if not is_held_here:
+        if not is_elsewhere(slot):
+            slot._value = MemoryElsewhere(slot)
+        slot._value.holder = holder
+
+
+@contextlib.contextmanager
+def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
+    """Create the slots of weights of other processes without memory inside this context.
+
+    Args:
+        is_held_here: Takes a weight, and returns whether this process holds its slots.
+    """
+    original = TFOptimizer.add_variable_from_reference
+
+    def add(optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_held_here(reference_variable):
+            return original(optimizer, reference_variable, *args, **kwargs)
+        with mock.patch.object(Variable, "_initialize_with_initializer", elsewhere):
+            return BaseOptimizer.add_variable_from_reference(optimizer, reference_variable, *args, **kwargs)
+
+    def elsewhere(variable: Any, initializer: Any) -> None:
+        variable._value = MemoryElsewhere(variable)
+
+    with mock.patch.object(TFOptimizer, "add_variable_from_reference", add):
+        yield
+
+
+@contextlib.contextmanager
+def slots_on(device_of: Callable[[Any], str]) -> Iterator[None]:
+    """Create each variable of an optimizer on one device inside this context, within the scope of a strategy.
+
+    Keras creates a slot on the replicas of its weight (`add_variable_from_reference` in
+    keras/src/backend/tensorflow/optimizer.py). `MirroredStrategy` creates a variable on one device if the creator
+    receives a `SingleDevice` (tensorflow/python/distribute/mirrored_strategy.py).
+
+    Args:
+        device_of: Takes the `_value` of the weight of a slot, None for another variable, and returns a device.
+    """
+
+    def create(next_creator: Any, **kwargs: Any) -> Any:
+        memory = next_creator(**{**kwargs, "colocate_with": SingleDevice(device_of(kwargs.get("colocate_with")))})
+        setattr(memory, _OWNED, True)
+        return memory
+
+    with tf.variable_creator_scope(create):
+        yield
+
+
+def place_slot(slot: keras.Variable, value: Any, device: str) -> None:
+    """Move a variable of an optimizer to one device, within the scope of its strategy.
+
+    Args:
+        slot: A variable of an optimizer, mirrored or not.
+        value: Its value there.
+        device: Such as `"/device:GPU:1"`.
+    """
+    with tf.init_scope(), slots_on(lambda _: device):
+        keras_variables.re_create(slot, value)
+
+
+def slots_of_weights(optimizer: keras.Optimizer) -> list[tuple[Any, Any]]:
+    """Return the variables of a built optimizer that belong to one weight, each with that weight.
+
+    Optimizers keep them in lists with an item for each weight; Adafactor's row and column factors have no other sign.
+
+    Args:
+        optimizer: A built optimizer.
+    """
+    inner, weights = keras_variables.innermost(optimizer), weights_of(optimizer)
+    pairs = {id(slot): (slot, weight) for slot, weight in keras_optimizer.slots_of(inner, weights)}
+    known = set(map(id, inner.variables))
+    for name, values in vars(inner).items():
+        if name != "_variables" and isinstance(values, list | tuple) and len(values) == len(weights):
+            pairs |= {
+                id(slot): (slot, weight) for slot, weight in zip(values, weights, strict=True) if id(slot) in known
+            }
+    return [pairs[id(slot)] for slot in inner.variables if id(slot) in pairs]
+
+
+def weights_of(optimizer: Any) -> list[Any]:
+    """Return the weights that an optimizer was built for."""
+    return list(versions.private(keras_variables.innermost(optimizer), "_trainable_variables"))
+
+
+def memories(variable: keras.Variable) -> Sequence[tf.Variable]:
+    """Return the `tf.Variable` of each local replica; one for a variable that is not mirrored."""
+    memory = variable._value
+    return memory.values if isinstance(memory, DistributedVariable) else (memory,)
+
+
+def copies(weight: keras.Variable) -> list[Sequence[tf.Variable]]:
+    """Return the memory on each local replica of a weight, or of each of its pieces."""
+    if sharded_memory.is_divided(weight):
+        return [(piece,) for piece in sharded_memory.memories_of(weight)]
+    return [memories(weight)]
+
+
+@contextlib.contextmanager
+def of_owners(weights: Sequence[keras.Variable], owners: Mapping[int, int]) -> Iterator[None]:
+    """Read and update only the memory of one replica of mirrored weights inside this context.
+
+    It has the name of the mirrored weight, which optimizers read: TensorFlow adds the number of the replica.
+
+    Args:
+        weights: Weights, mirrored or not.
+        owners: The number of the local replica by the `id` of a weight, of those of this process.
+    """
+    mirrored = [
+        (weight, weight._value, weight._value.values[owners[id(weight)]])
+        for weight in weights
+        if id(weight) in owners and isinstance(weight._value, DistributedVariable)
+    ]
+    names = [memory.name for _, _, memory in mirrored]
+    try:
+        for weight, of_all, memory in mirrored:
+            weight._value, memory._handle_name = memory, of_all.name
+        yield
+    finally:
+        for (weight, of_all, memory), name in zip(mirrored, names, strict=True):
+            weight._value, memory._handle_name = of_all, name

@@ -1,0 +1,1 @@
+"""Random numbers that a model draws: their state, and draws that repeat."""

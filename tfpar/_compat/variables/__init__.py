@@ -1,0 +1,1 @@
+"""Variables of Keras and TensorFlow: their memory, names, keys and devices."""

@@ -1,0 +1,136 @@
+"""The devices of weights and optimizer state, and of the operations on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat.graphs import tf_graph, tf_tapes
+from tfpar._compat.optimizers import keras_optimizer
+from tfpar._compat.variables import keras_variables, keras_weight_placement
+from tfpar.placement.owners import Home
+
+_MANY = 2**62
+
+
+def place_weights(model: keras.Model, homes: Mapping[int, Home], devices: Sequence[Sequence[str]]) -> None:
+    """Place every weight on the device of its home.
+
+    A weight without allocated memory is allocated there, so that a model larger than any single device can be built.
+    Existing optimizer state moves with its weight.
+
+    Args:
+        model: A model with built layers.
+        homes: The home of each variable, by the variable's `id`.
+        devices: The device of each stage, for each replica.
+
+    Example:
+        >>> layer = keras.layers.Dense(4)
+        >>> model = keras.Sequential([keras.Input((4,)), layer])
+        >>> place_weights(model, {id(weight): Home(0, 1) for weight in model.variables}, [["CPU:0", "CPU:1"]])
+        >>> layer.kernel.value.device[-5:]
+        'CPU:1'
+    """
+    moved = []
+    for variable in model.variables:
+        replica, stage = homes[id(variable)]
+        moved.append(keras_weight_placement.place(variable, devices[replica][stage]))
+    optimizer = keras_variables.optimizer_of(model)
+    if any(moved) and optimizer is not None and optimizer.built:
+        keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
+
+
+@contextlib.contextmanager
+def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[list[tf.Tensor]]:
+    """Run the operations of a context on one device, with copies of the weights of other devices.
+
+    An operation compiled with XLA, such as a grouped convolution of Keras on a CPU, can read weights of its own device
+    only.
+
+    Args:
+        device: Such as `"/device:GPU:0"`.
+        variables: The weights and states that the operations read. Changes to copies are discarded.
+
+    Yields:
+        A list of the losses that layers added in the context and did not store. It is filled at the end.
+
+    Example:
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> with copied_to("/device:CPU:0", [weight]):
+        ...     total = float(tf.reduce_sum(weight.value))
+        >>> total
+        3.0
+    """
+    losses: list[tf.Tensor] = []
+    with tf.device(device):
+        remote = [variable for variable in variables if not keras_variables.is_on(variable, device)]
+        copies = [(variable, tf.identity(variable.value)) for variable in remote]
+        if not copies:
+            yield losses
+            return
+        with tf_tapes.replaced(copies, collect_losses=True) as scope:
+            yield losses
+        losses += scope.losses
+
+
+@contextlib.contextmanager
+def follow_data() -> Iterator[None]:
+    """Place every operation of a context on the device of its largest input.
+
+    Keras' optimizers do not place their operations, so all gradients and weights would be copied to the first device.
+    In this context the clipping, moving averages and update of a weight run on its device, with their constants, and
+    only norms are transferred.
+
+    Example:
+        >>> with tf.device("CPU:0"):
+        ...     weight = tf.Variable(tf.ones([4]))
+        >>> def update():
+        ...     with follow_data():
+        ...         return weight.assign_add(tf.ones([4]))
+        >>> tf.function(update)().numpy()
+        array([2., 2., 2., 2.], dtype=float32)
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    captured: dict[int, Any] = {}
+
+    def device_of(tensor: Any) -> str:
+        """Return the device of a tensor; for a captured tensor that of the tensor outside of the function.
+
+        The placeholder of a captured tensor may have the device of a context around the function, and TensorFlow reads
+        variables outside of all contexts, on the device of their handle.
+        """
+        while hasattr(tensor, "op"):
+            if tensor.op.type == "ReadVariableOp" and not tensor.device:
+                tensor = tensor.op.inputs[0]
+                continue
+            if tensor.op.type != "Placeholder":
+                break
+            if id(tensor) not in captured:
+                captured.update((id(inner), outer) for outer, inner in tensor.graph.captures)
+            if captured.setdefault(id(tensor), None) is None:  # an argument of the function
+                return ""
+            tensor = captured[id(tensor)]
+        return str(tensor.device)
+
+    def device_of_largest_input(op: tf.Operation) -> str:
+        largest, device_of_largest = -1.0, ""
+        for tensor in op.inputs:
+            device = device_of(tensor)
+            # A resource handle counts as its variable, rows of unknown number as many.
+            known = tensor.shape.num_elements()
+            size = float("inf") if tensor.dtype == tf.resource else _MANY if known is None else known
+            if device and size > largest:
+                largest, device_of_largest = size, device
+        device = op.device or device_of_largest
+        if device:
+            tf_graph.place_constants(op, device)
+        return device
+
+    with tf.compat.v1.get_default_graph().device(device_of_largest_input):
+        yield

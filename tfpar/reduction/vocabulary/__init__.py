@@ -1,0 +1,1 @@
+"""Losses and metrics of scores in shards along the classes."""

@@ -1,0 +1,1 @@
+"""What a run prints and records: its header, table of epochs, facts, profile and summary."""
