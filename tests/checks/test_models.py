@@ -21,7 +21,7 @@ from tfpar.checks.processes import Outcome, started
 from tfpar.cluster.gpu import gpus
 from tfpar.messages import users_code
 
-NO_GPUS = gpus.Found(())
+NO_GPUS = gpus.VisibleGpus(())
 with_children = pytest.mark.multi_process
 ONE_STEP = {"dtype": None, "start": None}
 

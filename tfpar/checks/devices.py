@@ -43,7 +43,9 @@ _ALGORITHMS = {
 }
 
 
-def on_device(function: str, device: str, available: gpus.Found, seconds: float = SECONDS, **arguments: Any) -> Task:
+def on_device(
+    function: str, device: str, available: gpus.VisibleGpus, seconds: float = SECONDS, **arguments: Any
+) -> Task:
     """Return a task on one device, in whose process the other GPUs are not visible."""
     kind, _, number = device.partition(":")
     if kind == "CPU":
@@ -53,7 +55,7 @@ def on_device(function: str, device: str, available: gpus.Found, seconds: float 
     return Task(function, {"device": names[device], **arguments}, seconds, variables)
 
 
-def visible(devices: Sequence[str], available: gpus.Found) -> tuple[dict[str, str], dict[str, str]]:
+def visible(devices: Sequence[str], available: gpus.VisibleGpus) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables of a process that starts some GPUs only, and the name there of each, by its name here."""
     numbers = [int(name.partition(":")[2]) for name in devices]
     if not devices[0].startswith("GPU") or max(numbers) >= len(available.gpus):
@@ -62,7 +64,7 @@ def visible(devices: Sequence[str], available: gpus.Found) -> tuple[dict[str, st
     return variables, {name: f"GPU:{index}" for index, name in enumerate(devices)}
 
 
-def seen(available: gpus.Found, outcome: Outcome) -> tuple[Check, int]:
+def seen(available: gpus.VisibleGpus, outcome: Outcome) -> tuple[Check, int]:
     """Return the devices of TensorFlow compared with those of nvidia-smi, and the number of GPUs it can use."""
     if outcome.result is None:
         way_out = "Start python -c 'import tensorflow' by itself, and read its messages."
@@ -92,7 +94,7 @@ def _reason_in(errors: str) -> tuple[str, str]:
     raise AssertionError("the last pattern fits every text")
 
 
-def each(devices: Sequence[str], available: gpus.Found, at_once: int) -> Iterator[Check]:
+def each(devices: Sequence[str], available: gpus.VisibleGpus, at_once: int) -> Iterator[Check]:
     """Yield for each device whether its product, convolution and XLA-compiled function are right."""
     tasks = [on_device("device_tasks.examine", device, available, SECONDS) for device in devices]
     with started(tasks, at_once) as futures:
@@ -121,7 +123,7 @@ def _problem(name: str, result: Mapping[str, Any]) -> str:
     return f"the {name} is wrong in {wrong:,} of {total:,} values, by up to {result['largest_error']:.3g}"
 
 
-def together(devices: Sequence[str], available: gpus.Found) -> Iterator[Check]:
+def together(devices: Sequence[str], available: gpus.VisibleGpus) -> Iterator[Check]:
     """Yield the speed of each device, the copies between each ordered pair, and the all-reduce by size."""
     if not devices:
         yield Check("speed and copies", "skipped", "no device computes rightly by itself")

@@ -111,7 +111,7 @@ def _examined(num_logical_cpus: int, source: ModelSource | None, num_workers: in
         yield from workers.check_local(num_workers)
 
 
-def _of_devices(names: Sequence[str], source: ModelSource | None, available: gpus.Found) -> Iterator[Check]:
+def _of_devices(names: Sequence[str], source: ModelSource | None, available: gpus.VisibleGpus) -> Iterator[Check]:
     at_once, right = cores.num_allowed_cores(), []
     for check in devices.each(names, available, at_once):
         yield check
@@ -123,11 +123,11 @@ def _of_devices(names: Sequence[str], source: ModelSource | None, available: gpu
     yield from models.check(source, right, available, at_once)
 
 
-def _gpus() -> tuple[gpus.Found, Check | None]:
+def _gpus() -> tuple[gpus.VisibleGpus, Check | None]:
     try:
         available = gpus.find(os.environ)
     except ValueError as error:
-        return gpus.Found(()), Check("nvidia-smi", "WRONG", str(error))
+        return gpus.VisibleGpus(()), Check("nvidia-smi", "WRONG", str(error))
     if available.problem:
         way_out = "Restart the machine, or have the GPUs examined: nothing can use them as they are."
         return available, Check("nvidia-smi", "WRONG", available.problem, "", way_out)

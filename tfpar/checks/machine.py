@@ -73,7 +73,7 @@ def shared_memory(folder: Path = Path("/dev/shm"), *, is_needed: bool) -> Check:
     return Check(str(folder), "WRONG" if is_low else "ok", f"{_gigabytes(free)} free", bound, way_out, values)
 
 
-def gpu_memory(available: gpus.Found) -> Iterator[Check]:
+def gpu_memory(available: gpus.VisibleGpus) -> Iterator[Check]:
     """Yield for each GPU how much of its memory other programs hold; call it before TensorFlow starts."""
     for number, gpu in enumerate(available.gpus):
         if gpu.used_mib is None or not gpu.total_mib:

@@ -53,7 +53,7 @@ class ModelSource:
         return config.load(self.configuration, self.overrides)
 
 
-def check(source: ModelSource, devices: Sequence[str], available: gpus.Found, at_once: int) -> Iterator[Check]:
+def check(source: ModelSource, devices: Sequence[str], available: gpus.VisibleGpus, at_once: int) -> Iterator[Check]:
     """Yield the checks of a model on each device."""
 
     def step(device: str, dtype: str | None, start: Any) -> Task:
