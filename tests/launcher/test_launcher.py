@@ -12,10 +12,9 @@ from absl.testing import flagsaver
 
 from tfpar import launch
 from tfpar.launcher import job, stop_signals
-from tfpar.launcher.line_splitter import Lines
 from tfpar.launcher.log_output import Sink
 from tfpar.launcher.stop_signals import StopSignals
-from tfpar.launcher.worker import worker_cores, worker_environment
+from tfpar.launcher.worker import Lines, worker_cores, worker_environment
 
 
 @pytest.mark.parametrize(

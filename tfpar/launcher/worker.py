@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,6 @@ from tfpar.cluster import job_secret, tf_config
 from tfpar.cluster.other_worker_error import LOST
 from tfpar.commands.command_line import OTHER_FAILED
 from tfpar.launcher.gpu_division import GpuDivision
-from tfpar.launcher.line_splitter import Lines
 
 TAIL_LINES = 20
 # Each thread pool of TensorFlow gets as many threads as the worker has cores: with two inter-op threads on one core,
@@ -23,6 +23,8 @@ TAIL_LINES = 20
 THREAD_SETTINGS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _READ_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 16  # longer lines are split, so that memory stays bounded
+_END = re.compile(rb"(\r\n|\r|\n)")
 
 
 def worker_environment(
@@ -75,6 +77,46 @@ def worker_cores(rank: int, num_workers: int, cores_per_worker: int, available: 
     if num_workers * cores_per_worker > len(available):
         return list(available)  # pinning would make workers on shared cores slower than the others
     return list(available[rank * cores_per_worker : (rank + 1) * cores_per_worker])
+
+
+class Lines:
+    r"""Split a stream of bytes into lines.
+
+    A carriage return also ends a line: progress bars use it to redraw their line, which does not work when lines of
+    several workers mix.
+
+    Example:
+        >>> lines = Lines()
+        >>> lines.feed(b"10%\r20%\rdone\nnext")
+        [b'10%', b'20%', b'done']
+        >>> lines.rest()
+        [b'next']
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._returned = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes and return the complete lines. An empty line counts only if a newline ends it.
+
+        Args:
+            data: At least one byte.
+        """
+        if self._returned:
+            data = data.removeprefix(b"\n")  # the second half of "\r\n"
+        self._returned = data.endswith(b"\r")
+        # Alternating: text, end, text, end, text.
+        *parts, self._rest = _END.split(self._rest + data)
+        lines = [text for text, end in zip(parts[::2], parts[1::2], strict=True) if text or end != b"\r"]
+        if len(self._rest) > _LONGEST_LINE_BYTES:
+            lines += self.rest()
+        return lines
+
+    def rest(self) -> list[bytes]:
+        """Return the incomplete last line at the end of the stream, if any."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest else []
 
 
 class OutputStream:
