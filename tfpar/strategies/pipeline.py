@@ -170,7 +170,7 @@ def _lent_devices(form_seconds: float, silence_seconds: float) -> tuple[grid_dev
             "python -m tfpar.launch --num_workers 2, or leave it out."
         )
     connected = remote_devices.connect(job, form_seconds, silence_seconds, "Pipeline(across_workers=True)")
-    return grid_devices.LentDevices(job.addresses, connected.by_rank), connected.watch
+    return grid_devices.LentDevices(job.addresses, connected.of_workers), connected.watch
 
 
 def _check_shards(

@@ -123,7 +123,7 @@ def devices_of_workers(devices: Sequence[str] | None, form_seconds: float, silen
     names = None if devices is None else [name.upper() for name in devices]
     used = [
         device
-        for of_worker in connected.by_rank
+        for of_worker in connected.of_workers
         for device in of_worker
         if names is None or _name_in_worker(device) in names
     ]
