@@ -180,8 +180,8 @@ class RunDirectory:
         """Return the identity recorded in the checkpoints; "" if an older version wrote them."""
         from tfpar.checkpoint import file_format  # imports NumPy, which a finished run does not need
 
-        identities = (file_format.run_of(path) for path in reversed(file_format.paths(self.checkpoints)))
-        return next((identity for identity in identities if identity is not None), "")
+        found = (file_format.run_of(path) for path in reversed(file_format.paths(self.checkpoints)))
+        return next((run for run in found if run is not None), "")
 
     def record(self, text: str) -> None:
         """Write config.toml atomically, unless it already has this content.

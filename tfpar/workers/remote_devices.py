@@ -38,11 +38,11 @@ class RemoteDevices(NamedTuple):
     """The devices of all workers.
 
     Args:
-        by_rank: The full device names of each worker.
+        of_workers: The full device names of each worker, by rank.
         watch: Detects lost workers.
     """
 
-    by_rank: list[list[str]]
+    of_workers: list[list[str]]
     watch: WorkerWatch
 
 
