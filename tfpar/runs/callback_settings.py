@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import keras
 
 from tfpar import callbacks, config
+from tfpar.files import atomic_file
 from tfpar.messages.number_format import counted
-from tfpar.runs.best_model import BestModel
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.reporting.log_names import log_names, may_have_direction
 from tfpar.runs.reporting.tensorboard_steps import StepSummaries
@@ -122,3 +124,34 @@ def early_stop(callbacks: Sequence[keras.callbacks.Callback]) -> str:
                 f"{counted(callback.wait, 'epoch')}. The model has the weights of epoch {restored_epoch(callbacks)}."
             )
     return ""
+
+
+class BestModel(keras.callbacks.ModelCheckpoint):
+    """Save the model after each epoch that improves a log, replacing the file atomically.
+
+    Args:
+        path: A `.keras` file in an existing folder.
+        monitor: The name of the log. Epochs without it, such as those without validation, save nothing.
+        mode: "min", "max", or "auto" to let Keras infer the direction.
+
+    Example:
+        >>> trainer.fit(dataset, validation_data=validation, callbacks=[BestModel("best.keras", "val_accuracy")])
+    """
+
+    single_batches = False  # Keras' batch hooks have no effect when saving at the end of epochs
+
+    def __init__(self, path: str | Path, monitor: str, mode: str = "auto") -> None:
+        self._path = Path(path)
+        self._unfinished = self._path.with_name(f".unfinished.{self._path.name}")
+        literal = str(self._unfinished).replace("{", "{{").replace("}", "}}")  # Keras formats the path
+        super().__init__(literal, monitor, save_best_only=True, mode=mode)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save the model if it is the best so far."""
+        if self.monitor not in (logs or {}) or not self._path.parent.is_dir():
+            return
+        self._unfinished.unlink(missing_ok=True)  # left by a killed process
+        super().on_epoch_end(epoch, logs)
+        if self._unfinished.exists():
+            with atomic_file.new_by_path(self._path) as whole:
+                self._unfinished.rename(whole)
