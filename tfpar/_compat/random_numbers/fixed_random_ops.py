@@ -30,7 +30,7 @@ TYPICAL = 0.6
 
 
 @contextlib.contextmanager
-def typical_draws(note_generator: Callable[[Any], None] = lambda generator: None) -> Iterator[set[str]]:
+def fixed(note_generator: Callable[[Any], None] = lambda generator: None) -> Iterator[set[str]]:
     """Replace random ops in this context with constants, if they run eagerly without a fixed seed.
 
     It applies to the calling thread only: other threads may augment data.
@@ -54,13 +54,13 @@ def typical_draws(note_generator: Callable[[Any], None] = lambda generator: None
         for module, functions in _FUNCTIONS:
             for name, typical in functions.items():
                 function = typical and functools.partial(typical, TYPICAL)
-                draw = _patched(module, name, function, note, lambda: threading.get_ident() == thread)
-                stack.enter_context(mock.patch.object(module, name, draw))
+                op = _patched(module, name, function, note, lambda: threading.get_ident() == thread)
+                stack.enter_context(mock.patch.object(module, name, op))
         yield names
 
 
 @contextlib.contextmanager
-def no_draws(note: Callable[[str], None]) -> Iterator[None]:
+def all_fixed(note: Callable[[str], None]) -> Iterator[None]:
     """Replace random ops in this context with constants, in all threads and in traced functions.
 
     A shuffle keeps the order. Seeds that a layer takes from its generator directly stay random.
@@ -74,12 +74,12 @@ def no_draws(note: Callable[[str], None]) -> Iterator[None]:
             for name, typical in functions.items():
                 if name != "next":
                     function = functools.partial(typical or _in_order, TYPICAL)
-                    draw = _patched(module, name, function, lambda *_: note(_drawing_layer()), in_graphs=True)
-                    stack.enter_context(mock.patch.object(module, name, draw))
+                    op = _patched(module, name, function, lambda *_: note(_running_layer()), in_graphs=True)
+                    stack.enter_context(mock.patch.object(module, name, op))
         yield
 
 
-def _drawing_layer() -> str:
+def _running_layer() -> str:
     """Return the name of the innermost running layer, or "the loss" if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -108,7 +108,7 @@ def _patched(
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def draw(*args: Any, **kwargs: Any) -> Any:
+    def random_op(*args: Any, **kwargs: Any) -> Any:
         if not applies():
             return original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
@@ -119,7 +119,7 @@ def _patched(
             return original(*args, **kwargs)
         return typical(**{name: value for name, value in arguments.items() if name not in _LEFT_OUT})
 
-    return draw
+    return random_op
 
 
 def _fill(value: Any, shape: Any, dtype: Any) -> tf.Tensor:
