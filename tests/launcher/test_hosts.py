@@ -39,7 +39,7 @@ def test_this_host_is_found_by_its_address() -> None:
             None,
             2,
             4000,
-            rf"{socket.gethostname()}, and none of .* with --host\.",
+            rf"{socket.gethostname()}, and none of .* Set --host to",
         ),
         ("127.0.0.1,127.0.0.2", None, 2, 4000, "and 127.0.0.1 and 127.0.0.2 of"),
         ("no such host.invalid,b", None, 2, 4000, "and none of"),

@@ -69,7 +69,7 @@ def seen(available: gpus.VisibleGpus, outcome: Outcome) -> tuple[Check, int]:
     if outcome.result is None:
         way_out = "Start python -c 'import tensorflow' by itself, and read its messages."
         if available.gpus:
-            way_out = "Below, each GPU is started by itself: leave out those that fail, with CUDA_VISIBLE_DEVICES."
+            way_out = "Each GPU is started alone below: leave out those that fail, with CUDA_VISIBLE_DEVICES."
         figure = f"TensorFlow does not start: {outcome.problem}"
         return Check("devices", "WRONG", figure, "", way_out), len(available.gpus)
     result: dict[str, Any] = outcome.result
@@ -126,7 +126,7 @@ def _problem(name: str, result: Mapping[str, Any]) -> str:
 def together(devices: Sequence[str], available: gpus.VisibleGpus) -> Iterator[Check]:
     """Check the speed of each device, the copies between them, and the all-reduce."""
     if not devices:
-        yield Check("speed and copies", "skipped", "no device computes rightly by itself")
+        yield Check("speed and copies", "skipped", "no device computes correctly")
         return
     # Devices that failed are hidden: starting them could hang.
     variables, names = visible(devices, available)
@@ -155,7 +155,7 @@ def measured(outcome: Outcome, names: Mapping[str, str]) -> Iterator[Check]:
 
 def _speeds(seconds: Mapping[str, float]) -> Iterator[Check]:
     if len(seconds) < 2:
-        yield Check("speed", "skipped", "one device has no other to be compared with", values=seconds)
+        yield Check("speed", "skipped", "a single device cannot be compared", values=seconds)
         return
     median = statistics.median(seconds.values())
     factor = SLOW_FACTORS[next(iter(seconds)).partition(":")[0]]
@@ -190,12 +190,12 @@ def _copies(copies: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     if num_right:
         yield Check("copies", "ok", f"equal bits in {num_right} ordered pairs of logical CPUs")
     if not copies:
-        yield Check("copies", "skipped", "one device has no other to copy to")
+        yield Check("copies", "skipped", "there is no other device to copy to")
 
 
 def _all_reduce(result: Mapping[str, Any] | None, names: Mapping[str, str]) -> Check:
     if result is None:
-        return Check("all-reduce", "skipped", "one device sums nothing")
+        return Check("all-reduce", "skipped", "a single device needs no all-reduce")
     algorithm = _ALGORITHMS.get(result["algorithm"], result["algorithm"])
     if wrong := sorted({names[device] for row in result["sizes"] for device in row["wrong"]}):
         way_out = f"Leave {', '.join(wrong)} out of the strategy's devices, and have it examined."

@@ -86,7 +86,7 @@ def _local_host(names: Sequence[str]) -> int:
     those = "none" if not local else " and ".join(names[number] for number in local[:3])
     raise ValueError(
         f"One of --hosts must be this machine, {socket.gethostname()}, and {excerpt(those, 100)} of "
-        f"{excerpt(', '.join(names), 100)} has an address of it. Say the number of this host, from 0, with --host."
+        f"{excerpt(', '.join(names), 100)} has a local address. Set --host to the index of this host, from 0."
     )
 
 

@@ -23,7 +23,7 @@ STATUSES = {
     "trained": "trained to its end",
     "interrupted": "interrupted, with a checkpoint to resume from",
     "failed": "failed",
-    "training": "still training: this is what is there until now",
+    "training": "still training: the report is incomplete",
     "not ended": "not ended: its process was killed, or runs on another machine",
     "not known": "not known",
 }

@@ -1,4 +1,4 @@
-"""Checks of the role of this process in its job."""
+"""Checks of a process's role in its job."""
 
 from __future__ import annotations
 

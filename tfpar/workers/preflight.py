@@ -1,4 +1,4 @@
-"""The start of a job: checks of options, and formation of the cluster."""
+"""Cluster formation, and the checks before it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def draw_trace(
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
             tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)
-    print(line("planned", f"{describe_step(planned)}: as predicted, the actions alone"))
-    print(line("run", f"{describe_step(measured)}: a step whose actions were timed, these alone"))
+    print(line("planned", f"{describe_step(planned)}: as predicted, actions only"))
+    print(line("run", f"{describe_step(measured)}: as measured, actions only"))
     print(line("picture", f"{picture}: planned above, run below"), end="\n\n", flush=True)
     return PipelineRecord(schedule, planned, measured, preview.durations)
