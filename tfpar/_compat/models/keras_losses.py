@@ -49,7 +49,7 @@ def _at_depth(depth: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def losses_of_compile(model: keras.Model, call_loss: LossCall | None = None) -> Iterator[None]:
+def compile_losses(model: keras.Model, call_loss: LossCall | None = None) -> Iterator[None]:
     """Distinguish the losses given to `compile` from losses that they call, in this context.
 
     Keras 3.15 calls the losses of `compile` in `CompileLoss`, at depth 1. The depth is None outside of it.
@@ -104,13 +104,13 @@ def loss_reduction(
         model: A compiled model.
         reduce_loss: Takes values, sample weight, mask, reduction and dtype.
         reduce_added_loss: Takes the model and a loss added by a layer.
-        call_loss: As in `losses_of_compile`.
+        call_loss: As in `compile_losses`.
     """
 
     def reduce(*loss: Any) -> tf.Tensor:
         return reduce_loss(*loss) if _depth() == 1 else reduce_weighted_values(*loss)
 
-    with losses_of_compile(model, call_loss), every_loss_reduction(reduce, reduce_added_loss):
+    with compile_losses(model, call_loss), every_loss_reduction(reduce, reduce_added_loss):
         yield
 
 

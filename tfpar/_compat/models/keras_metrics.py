@@ -22,8 +22,8 @@ def own_metrics(model: keras.Model) -> list[keras.Metric]:
         model._compile_metrics,
         *(model._compile_loss.metrics if model._compile_loss else ()),
     ]
-    held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
-    return [metric for metric in held if not any(metric is other for other in compiled)]
+    tracked = [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    return [metric for metric in tracked if not any(metric is other for other in compiled)]
 
 
 def counts_metrics(model: keras.Model) -> bool:
@@ -31,7 +31,7 @@ def counts_metrics(model: keras.Model) -> bool:
     return model._compile_metrics is not None or overridden(model, "compute_metrics")
 
 
-def given_metrics(model: keras.Model) -> Any:
+def metric_arguments(model: keras.Model) -> Any:
     """Return the arguments `metrics` and `weighted_metrics` of `compile`.
 
     Keras 3.15's `get_compile_config` fails for classes and callable objects.
@@ -74,7 +74,7 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
 
 
 def trackers_of_losses(model: keras.Model) -> list[keras.metrics.Mean]:
-    """Return the metrics of the losses of individual outputs."""
+    """Return the metrics that track each output's loss."""
     return list(model._compile_loss.metrics) if model._compile_loss else []
 
 

@@ -9,7 +9,7 @@ import tfpar
 from tfpar import config, data, strategies
 from tfpar.cluster import cores
 from tfpar.config import settings_read, toml
-from tfpar.messages.number_format import line
+from tfpar.messages.number_format import counted, line
 from tfpar.runs import built_objects, run_data
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.run_trainer import RunTrainer, class_names, sharding
@@ -43,7 +43,7 @@ def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict
     steps = "a number not yet known of" if known is None else f"{known:,}"
     return {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
-        "devices": f"{devices} ({_cores()})",
+        "devices": f"{devices} ({counted(cores.num_allowed_cores(), 'core')})",
         "note": "" if any(spec.device_type == "GPU" for spec in local) else _note(trainer.strategy),
         "strategy": trainer.strategy.describe(),
         "model": ", ".join(
@@ -57,11 +57,6 @@ def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict
         "batch": _batch_line(run, trainer),
         "epochs": f"{run.training.epochs}, of {steps} steps each",
     }
-
-
-def _cores() -> str:
-    number = cores.num_allowed_cores()
-    return f"{number} core{'s' * (number > 1)}"
 
 
 def _note(strategy: strategies.Strategy) -> str:

@@ -26,7 +26,7 @@ def log_names(model: keras.Model) -> list[str] | None:
     """
     if not _has_one_output(model) or any(keras_model.overridden(model, name) for name in _MAKES_LOGS):
         return None
-    compiled = [_name(metric) for metric in keras.tree.flatten(keras_metrics.given_metrics(model))]
+    compiled = [_name(metric) for metric in keras.tree.flatten(keras_metrics.metric_arguments(model))]
     candidates = ["loss", *compiled, *map(_name, keras_metrics.tracked_metrics(model))]
     names = [name for name in candidates if name is not None]
     is_known = len(names) == len(candidates) and len(set(compiled)) == len(compiled)  # Keras numbers equal names
@@ -47,7 +47,7 @@ def may_have_direction(model: keras.Model, monitor: str) -> bool:
         (True, False)
     """
     name = monitor.removeprefix("val_")
-    metrics = keras.tree.flatten(keras_metrics.given_metrics(model))
+    metrics = keras.tree.flatten(keras_metrics.metric_arguments(model))
     return name == "loss" or any(_may_compare(metric, name) for metric in metrics)
 
 
