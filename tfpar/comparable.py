@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat.models import keras_model
-from tfpar._compat.random_numbers import typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops
 from tfpar.messages.reasons import reason_of
 from tfpar.messages.received import listed
 from tfpar.strategies import Strategy
@@ -101,7 +101,7 @@ def without_differences_by_design(strategy: Strategy) -> Iterator[list[str]]:
     if strategy.engine.batch_parts[0] == 1:
         yield names
         return
-    with typical_draws.no_draws(note), _no_batch_statistics(note, of_synchronized=strategy.engine.cuts_model):
+    with fixed_random_ops.all_fixed(note), _no_batch_statistics(note, of_synchronized=strategy.engine.cuts_model):
         yield names
 
 

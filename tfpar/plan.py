@@ -122,11 +122,11 @@ def _measured(run: config.Run) -> Plan | None:
             from tfpar.runs.planning import plan_devices, plan_run
 
             devices = plan_devices.planned_devices(run.strategy, _DEVICES.value, usual_cpus)
-        return plan_run.plan_of(run, devices, _BUDGET.value)
+        return plan_run.make_plan(run, devices, _BUDGET.value)
 
 
 def _show(run: config.Run, plan: Plan) -> int:
-    plan = dataclasses.replace(plan, command=plan_files.command_of(plan, _CONFIG.value, _SET.value))
+    plan = dataclasses.replace(plan, command=plan_files.train_command(plan, _CONFIG.value, _SET.value))
     print(plan.to_json() if _JSON.value else f"{plan}\n", end="")
     if _WRITE.value is not None:
         _write(run, plan, _WRITE.value)

@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
         is_repeatable = isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError)
         if is_repeatable and directory is not None:
             directory.undo_claim()
-        return command_line.code_of_repeatable_error(os.environ) if is_repeatable else command_line.FAILED
+        return command_line.repeatable_error_code(os.environ) if is_repeatable else command_line.FAILED
 
 
 def _report(directory: RunDirectory | None) -> None:

@@ -51,7 +51,7 @@ def batch_digest(dataset: tf.data.Dataset) -> Callable[[Any], tf.Tensor]:
 def _compared(dataset: tf.data.Dataset) -> list[int]:
     """Return the numbers of the leaves of a batch that random numbers cannot reach; none if they reach all."""
     spec = dataset.element_spec
-    leaves, drawn = tf.nest.flatten(spec), iter(tf_datasets.drawn_components(dataset))
+    leaves, drawn = tf.nest.flatten(spec), iter(tf_datasets.random_components(dataset))
     equal = {number for number, leaf in enumerate(leaves) if _is_tensor(leaf) and not next(drawn)}
     numbers = tf.nest.pack_sequence_as(spec, [n if _is_tensor(leaf) else None for n, leaf in enumerate(leaves)])
     inputs, *others = keras.utils.unpack_x_y_sample_weight(numbers)

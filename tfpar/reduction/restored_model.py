@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_distribute
-from tfpar._compat.random_numbers import random_state, typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops, random_state
 
 
 @contextlib.contextmanager
@@ -48,5 +48,5 @@ def _equal(value: tf.Tensor, other: tf.Tensor) -> bool:
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
     """Restore weights, states and random states after a study, and replace its random numbers by typical values."""
-    with random_state.preserved_random_state(), restored(model), typical_draws.typical_draws():
+    with random_state.preserved_random_state(), restored(model), fixed_random_ops.fixed():
         yield

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfpar._compat.graphs import tf_function
 from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model
 from tfpar._compat.models.keras_calls import Calls, LayerCall
-from tfpar._compat.random_numbers import python_draws, random_state, typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops, python_random, random_state
 from tfpar._compat.variables import keras_variables, tf_untracked
 
 
@@ -110,7 +110,7 @@ def observe(
     with (
         scope,
         _noting(seen, calls, mode),
-        python_draws.noted(layers, lambda: calls.path) as seen.python_draws,
+        python_random.noted(layers, lambda: calls.path) as seen.python_draws,
         _draws(is_random, scope.note) as seen.random_functions,
     ):
         try:
@@ -163,11 +163,11 @@ class _Changes(keras_variables.PenalizedScope):
 
 
 def _random_states(model: keras.Model) -> list[Any]:
-    return [random_state.state_of_no_layer(), *typical_draws.seed_states(keras_model.all_layers(model))]
+    return [random_state.state_of_no_layer(), *fixed_random_ops.seed_states(keras_model.all_layers(model))]
 
 
 def _draws(is_random: bool, note_generator: Callable[[Any], None]) -> contextlib.AbstractContextManager[set[str]]:
-    return contextlib.nullcontext(set()) if is_random else typical_draws.typical_draws(note_generator)
+    return contextlib.nullcontext(set()) if is_random else fixed_random_ops.fixed(note_generator)
 
 
 @contextlib.contextmanager
@@ -221,8 +221,8 @@ def undisturbed(model: keras.Model, name: str) -> Iterator[Observation]:
         scope,
         tf_function.own_traces(),
         tf_untracked.assignments_noted(lambda variable: seen.untracked.update({variable: name})),
-        python_draws.noted([], lambda: name) as drawing,
-        typical_draws.typical_draws(scope.note),
+        python_random.noted([], lambda: name) as drawing,
+        fixed_random_ops.fixed(scope.note),
     ):
         random_state.seeded([], 0)
         yield seen

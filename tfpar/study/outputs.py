@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.models import keras_model
-from tfpar._compat.random_numbers import python_draws
+from tfpar._compat.random_numbers import python_random
 from tfpar.messages.reasons import reason_of
 from tfpar.study import relation
 from tfpar.study.gathered_calls import with_whole_batch
@@ -159,7 +159,7 @@ def check_tracked(model: keras.Model, seen: Sequence[Observation], mode: Mode, w
     """Refuse draws from NumPy or Python, and changes of variables that Keras does not track."""
     if drawing := [path for run in seen for path in run.python_draws]:
         names = list(dict.fromkeys(drawing))
-        raise python_draws.refusal(names, words.alone, in_dataset(keras_model.all_layers(model)))
+        raise python_random.refusal(names, words.alone, in_dataset(keras_model.all_layers(model)))
     for variable, path in [item for run in seen for item in run.untracked.items()]:
         is_generator = variable.endswith(_STATE_OF_GENERATOR)
         if is_generator and mode.gathers:  # replicas draw from generators that Keras does not track
