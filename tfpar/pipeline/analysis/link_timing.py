@@ -1,4 +1,4 @@
-"""The seconds of a transfer between the devices of neighbouring stages, where they belong to different processes."""
+"""Measurement of transfers between the devices of neighbouring stages in different processes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _ROUND_TRIPS = 4
 
 
 def measure_transfers(devices: Sequence[str], cut_bytes: Sequence[int]) -> tuple[float, ...]:
-    """Return the seconds of a transfer across each cut, 0 between devices of one process.
+    """Measure a transfer across each cut, in seconds; 0 between devices of the same process.
 
     Args:
         devices: The device of each stage.
-        cut_bytes: The bytes of a micro-batch across each cut.
+        cut_bytes: Bytes of a micro-batch across each cut.
 
     Example:
         >>> measure_transfers(["CPU:0", "CPU:1"], [4096])
         (0.0,)
     """
-    pairs = zip(devices, devices[1:], cut_bytes, strict=False)
+    cuts = zip(devices, devices[1:], cut_bytes, strict=False)
     tasks = [tf.DeviceSpec.from_string(device).task for device in devices]
-    is_slow = [one != other for one, other in itertools.pairwise(tasks)]
-    return tuple(_seconds(*pair) if slow else 0.0 for pair, slow in zip(pairs, is_slow, strict=True))
+    crosses = [task != next_task for task, next_task in itertools.pairwise(tasks)]
+    return tuple(_seconds(*cut) if crossing else 0.0 for cut, crossing in zip(cuts, crosses, strict=True))
 
 
 def _seconds(device: str, other: str, num_bytes: int) -> float:
-    """Return the least seconds of a transfer, from some round trips one after another."""
+    """Return the minimum seconds of a transfer, measured in consecutive round trips."""
 
     def travel() -> tf.Tensor:
         tensor = sent

@@ -1,4 +1,4 @@
-"""Measurement of the sums of gradients over the replicas of a pipeline, and over the workers of a job."""
+"""Measurement of the sums of gradients over the replicas of a pipeline and the workers of a job."""
 
 from __future__ import annotations
 
@@ -19,20 +19,14 @@ from tfpar.pipeline.stages.compiler import CompiledStages
 from tfpar.placement.owners import num_bytes
 from tfpar.reduction.gradients.gradient_addition import sum_of
 
-# Messages whose durations a link is fitted to: the smallest is latency, the largest several packs at once. Together
-# they take a fraction of a second on a network of 1 Gbit/s.
+# Messages to fit a link to: latency dominates the smallest, and the largest is as large as several packs. Together they
+# take a fraction of a second on a network of 1 Gbit/s.
 _MESSAGE_BYTES = (16 << 10, 256 << 10, 1 << 20, 8 << 20)
 _GRADIENTS_PER_MESSAGE = 4
 
 
 def measure_reductions(replicas: Sequence[CompiledStages]) -> tuple[float, ...]:
-    """Measure the sum of the gradients of each stage over replicas, and the copies of the new weights.
-
-    Args:
-        replicas: The compiled stages of each replica.
-
-    Returns:
-        Seconds for each stage; nothing for one replica.
+    """Measure the sum of the gradients of each stage over replicas, and the copies of the new weights, in seconds.
 
     Example:
         >>> measure_reductions([CompiledStages([], (), {})])
@@ -40,11 +34,11 @@ def measure_reductions(replicas: Sequence[CompiledStages]) -> tuple[float, ...]:
     """
     if len(replicas) == 1:
         return ()
-    return tuple(_seconds(same) for same in zip(*(one.stages for one in replicas), strict=True))
+    return tuple(_seconds(copies) for copies in zip(*(compiled.stages for compiled in replicas), strict=True))
 
 
 def _seconds(replicas: Sequence[CompiledStage]) -> float:
-    parameters, devices = replicas[0].parameters, [one.device for one in replicas]
+    parameters, devices = replicas[0].parameters, [stage.device for stage in replicas]
     gradients = []
     for device in devices:
         with tf.device(device):
@@ -52,9 +46,9 @@ def _seconds(replicas: Sequence[CompiledStage]) -> float:
 
     def reduce() -> list[tf.Tensor]:
         copies = []
-        for variable, of_one in zip(parameters, zip(*gradients, strict=True), strict=True):
+        for variable, summands in zip(parameters, zip(*gradients, strict=True), strict=True):
             with tf.device(variable.value.device):
-                total = sum_of(of_one)
+                total = sum_of(summands)
             for device in devices:
                 with tf.device(device):
                     copies.append(tf.identity(total))
@@ -64,11 +58,11 @@ def _seconds(replicas: Sequence[CompiledStage]) -> float:
 
 
 class WorkerSums(NamedTuple):
-    """The sums of the gradients over the workers of a job.
+    """The sums of gradients over the workers of a job.
 
     Args:
         seconds: Duration of the all-reduce of the dense gradients of each stage; empty for one worker.
-        has_rows: Whether there are rows of lookups besides, which are gathered and not measured.
+        has_rows: Whether there are also sparse gradient rows, which are gathered and not measured.
     """
 
     seconds: tuple[float, ...] = ()
@@ -76,35 +70,32 @@ class WorkerSums(NamedTuple):
 
 
 def measure_all_reduces(step: CompiledStep, peers: Peers | None) -> WorkerSums:
-    """Measure all-reduces of a few sizes, and compute that of the gradients of each stage from them.
+    """Estimate the all-reduce of the gradients of each stage from measured all-reduces of a few sizes.
 
-    All workers must call it.
+    All workers must call this.
 
     Args:
         step: The compiled stages and the loss.
-        peers: The other workers; None for none.
-
-    Returns:
-        The seconds of each stage, none without other workers.
+        peers: The other workers, if the job has several.
     """
     if peers is None:
         return WorkerSums()
-    found = [_gradients_of(stage) for stage in step.stages.stages]
-    of_loss = sum(map(num_bytes, step.loss.parameters))  # summed with those of the last stage
-    sizes = [size + of_loss * (stage == len(found) - 1) for stage, (size, _) in enumerate(found)]
+    gradients = [_gradient_bytes(stage) for stage in step.stages.stages]
+    loss_bytes = sum(map(num_bytes, step.loss.parameters))  # summed with those of the last stage
+    sizes = [size + loss_bytes * (stage == len(gradients) - 1) for stage, (size, _) in enumerate(gradients)]
     link = measure_link(peers, step.stages.stages[-1].device, max(sizes))
-    return WorkerSums(tuple(link.seconds(size) if size else 0.0 for size in sizes), any(rows for _, rows in found))
+    return WorkerSums(tuple(link.seconds(size) if size else 0.0 for size in sizes), any(rows for _, rows in gradients))
 
 
-def measure_link(peers: Peers, device: str, most_bytes: int) -> Link:
-    """Return latency and bandwidth of an all-reduce of gradients over all workers, which must all call it.
+def measure_link(peers: Peers, device: str, max_bytes: int) -> Link:
+    """Measure latency and bandwidth of an all-reduce over all workers, which must all call this.
 
     Args:
         peers: The workers.
         device: A device of this worker, the same on all.
-        most_bytes: The most bytes of an all-reduce in a step. Larger messages than needed are not measured.
+        max_bytes: Maximum bytes of an all-reduce in a step. Much larger messages are not measured.
     """
-    larger = [size for before, size in itertools.pairwise(_MESSAGE_BYTES) if before < most_bytes]
+    larger = [size for before, size in itertools.pairwise(_MESSAGE_BYTES) if before < max_bytes]
     sizes = [*_MESSAGE_BYTES[:1], *(larger or _MESSAGE_BYTES[1:2])]
     return fit_link(sizes, [_all_reduce_seconds(peers, device, size) for size in sizes])
 
@@ -117,8 +108,8 @@ def _all_reduce_seconds(peers: Peers, device: str, size_bytes: int) -> float:
     return statistics.median(run_seconds(lambda: peers.add_gradients(gradients, weights)))
 
 
-def _gradients_of(stage: CompiledStage) -> tuple[int, bool]:
-    """Return the bytes of the dense gradients of a stage, and whether it has rows of lookups."""
+def _gradient_bytes(stage: CompiledStage) -> tuple[int, bool]:
+    """Return the bytes of the dense gradients of a stage, and whether it has sparse gradient rows."""
     gradients = stage.trace.backward.weight_gradients
     pairs = list(zip(stage.parameters, gradients, strict=True))
     dense = [parameter for parameter, gradient in pairs if not isinstance(gradient, tuple | type(None))]
