@@ -42,13 +42,13 @@ class StepResults(NamedTuple):
 
     Args:
         loss: The loss of the global batch, a scalar in Keras' float type.
-        of_outputs: The loss of each output, if Keras logs them, scalars.
+        output_losses: The loss of each output, if Keras logs them, scalars.
         new_states: Each state that layers or the loss change, with its value after the step.
         metrics_to_add: Each metric variable to which replicas add, with the sum to add.
     """
 
     loss: tf.Tensor
-    of_outputs: list[tf.Tensor]
+    output_losses: list[tf.Tensor]
     new_states: list[tuple[keras.Variable, tf.Tensor]]
     metrics_to_add: list[tuple[keras.Variable, tf.Tensor]]
 
@@ -151,22 +151,24 @@ class StepContext:
             penalties: The losses of weight regularizers, scalars.
         """
         computing = self._losses[:1] if self._losses[0].takes_whole else self._losses
-        of_outputs = [tf.add_n(list(values)) for values in zip(*(loss.of_outputs() for loss in computing), strict=True)]
+        output_losses = [
+            tf.add_n(list(values)) for values in zip(*(loss.output_losses() for loss in computing), strict=True)
+        ]
         metrics = sum_by_variable([loss.metrics_to_add() for loss in self._losses])
         states = sum_by_variable([loss.new_states() for loss in self._losses])
         changes = sum_changes([execution.variables.changes() for execution in self.executions])
         if self._peers is None:
             loss = _sum([*self._values(), *penalties])
-            return StepResults(loss, of_outputs, [*new_values(changes), *states], metrics)
+            return StepResults(loss, output_losses, [*new_values(changes), *states], metrics)
         metrics = sum_by_variable([metrics, states])  # both are sums from zero
         replaced = [change for change in changes if change.is_replaced]
         changes = [change for change in changes if not change.is_replaced]
         sums = [value for _, value in metrics] + [change.change for change in changes]
-        total = iter(self._peers.add([_sum(self._values()), *of_outputs, *sums]))
-        loss, of_outputs = _sum([next(total), *penalties]), [next(total) for _ in of_outputs]
+        total = iter(self._peers.add([_sum(self._values()), *output_losses, *sums]))
+        loss, output_losses = _sum([next(total), *penalties]), [next(total) for _ in output_losses]
         metrics = [(variable, next(total)) for variable, _ in metrics]
         changes = [*replaced, *(change._replace(change=next(total)) for change in changes)]
-        return StepResults(loss, of_outputs, new_values(changes), metrics)
+        return StepResults(loss, output_losses, new_values(changes), metrics)
 
     def _values(self) -> list[tf.Tensor]:
         """Return the losses added by layers and the loss of the outputs, scalars."""

@@ -43,34 +43,34 @@ class LiveTensors:
 
     def __init__(self) -> None:
         self.uses_queues = False
-        self._held: dict[Key, Any] = {}
+        self._tensors: dict[Key, Any] = {}
         self._examples: dict[Key, Any] = {}  # the first structure of each queue
         self._lengths: dict[Key, int] = {}  # the length of each queue
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._held
+        return key in self._tensors
 
     def __getitem__(self, key: Key) -> Any:
-        return self._held[key]
+        return self._tensors[key]
 
     def __setitem__(self, key: Key, value: Any) -> None:
-        self._held[key] = value
+        self._tensors[key] = value
 
     def get(self, key: Key, default: Any = None) -> Any:
         """Return the structure of a key."""
-        return self._held.get(key, default)
+        return self._tensors.get(key, default)
 
     def take(self, key: Key, default: Any = None) -> Any:
         """Remove and return the structure of a key."""
-        return self._held.pop(key, default)
+        return self._tensors.pop(key, default)
 
     def add(self, key: Key, value: tf.Tensor) -> None:
         """Add a tensor to the sum of a key."""
-        self._held[key] = self._held[key] + value if key in self._held else value
+        self._tensors[key] = self._tensors[key] + value if key in self._tensors else value
 
-    def of_role(self, role: str) -> list[Key]:
+    def keys(self, role: str) -> list[Key]:
         """Return the keys of a role, in the order of their insertion."""
-        return [key for key in self._held if key.role == role]
+        return [key for key in self._tensors if key.role == role]
 
     def save(self, key: Key, value: Any, device: Devices) -> None:
         """Save a structure of tensors for a later pass, in a queue if the step uses queues.
@@ -83,19 +83,19 @@ class LiveTensors:
         if self.uses_queues:
             self.enqueue(key._replace(microbatch=None), value, device)
         else:
-            self._held[key] = value
+            self._tensors[key] = value
 
     def take_saved(self, key: Key, device: Devices, default: Any = None) -> Any:
         """Remove and return the structure that `save` has stored."""
         if not self.uses_queues:
-            return self._held.pop(key, default)
+            return self._tensors.pop(key, default)
         queue = key._replace(microbatch=None)
-        return self.dequeue(queue, device) if queue in self._held else default
+        return self.dequeue(queue, device) if queue in self._tensors else default
 
     def enqueue(self, key: Key, value: Any, device: Devices) -> None:
         """Append a structure of tensors to the queue of a key; the arguments are those of `save`."""
         self._examples.setdefault(key, value)
-        self._held[key] = queues.appended(self._held.get(key), _flat(value), device)
+        self._tensors[key] = queues.appended(self._tensors.get(key), _flat(value), device)
         self._lengths[key] = self._lengths.get(key, 0) + 1
 
     def dequeue(self, key: Key, device: Devices, specs: Any = None) -> Any:
@@ -109,7 +109,7 @@ class LiveTensors:
         """
         like = self._examples[key] if specs is None else specs
         flat = [tf.TensorSpec(_any_rows(leaf) if specs is None else leaf.shape, leaf.dtype) for leaf in _flat(like)]
-        self._held[key], tensors = queues.pop_first(self._held[key], flat, device)
+        self._tensors[key], tensors = queues.pop_first(self._tensors[key], flat, device)
         self._lengths[key] -= 1
         return _packed(like, tensors)
 
@@ -127,7 +127,7 @@ class LiveTensors:
                 scalar. Afterwards the same tensors are live, for micro-batches that are `shift` later.
             num_parallel: Number of iterations whose operations may run at the same time.
         """
-        keys, before = list(self._held), self._held
+        keys, before = list(self._tensors), self._tensors
         flat = [_flat(value) for value in before.values()]
         shapes = [
             [tensor.shape if key.microbatch is None else _any_rows(tensor) for tensor in tensors]
@@ -140,14 +140,14 @@ class LiveTensors:
         def body(index: tf.Tensor, *carried: list[tf.Tensor]) -> list[Any]:
             inputs = [tensor.ref() for tensor in tf.nest.flatten(carried)]
             devices.update(zip(inputs, origins, strict=True))
-            self._held = {key: _packed(before[key], tensors) for key, tensors in zip(keys, carried, strict=True)}
+            self._tensors = {key: _packed(before[key], tensors) for key, tensors in zip(keys, carried, strict=True)}
             begin = dict(self._lengths)
             act(index * shift)
             changes.update({key: length - begin.get(key, 0) for key, length in self._lengths.items()})
-            assert set(self._held) == {key.later(shift) for key in keys}, (
+            assert set(self._tensors) == {key.later(shift) for key in keys}, (
                 "an iteration keeps the number of live tensors"
             )
-            return [index + 1, *(_flat(self._held[key.later(shift)]) for key in keys)]
+            return [index + 1, *(_flat(self._tensors[key.later(shift)]) for key in keys)]
 
         index = tf.constant(0, tf.int64)
         with _results_where_computed(devices):
@@ -158,7 +158,7 @@ class LiveTensors:
                 shape_invariants=[index.shape, *shapes],
                 parallel_iterations=num_parallel,
             )
-        self._held = {
+        self._tensors = {
             key.later(shift * num_iterations): _packed(before[key], tensors)
             for key, tensors in zip(keys, after, strict=True)
         }

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_distribute
-from tfpar.pipeline.execution.other_workers import LocalPart
+from tfpar.pipeline.execution.other_workers import BatchSizes
 from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.stages.bundles import is_copied
 from tfpar.pipeline.stages.padding import Rows
@@ -114,7 +114,7 @@ class Microbatches:
         count: Number of micro-batches.
         usual_size: Size to which smaller micro-batches are padded, an int64 scalar. Defaults to the largest micro-batch
             of this batch.
-        part: The sizes of the local and the global batch, if they differ.
+        sizes: The sizes of the local and the global batch, if they differ.
         first_number: Number of micro-batches of the global batch on workers of lower rank.
         hosts: The hosts of all processes that run stages.
 
@@ -129,7 +129,7 @@ class Microbatches:
         batch: Any,
         count: int,
         usual_size: tf.Tensor | None = None,
-        part: LocalPart | None = None,
+        sizes: BatchSizes | None = None,
         first_number: int = 0,
         hosts: Collection[str] = (),
     ) -> None:
@@ -140,7 +140,7 @@ class Microbatches:
         self._begins: dict[str, tf.Tensor] = {}
         with tf.device(HOST):
             num_rows = data.num_rows(batch)
-            self.num_counted, self.num_examples = part or (num_rows, num_rows)
+            self.num_counted, self.num_examples = sizes or (num_rows, num_rows)
             largest = -(-tf.maximum(self.num_counted, 1) // count)
             padded_size = largest if usual_size is None else tf.maximum(largest, usual_size)
         self._counts = {HOST: _Counts(num_rows, self.num_counted, self.num_examples, padded_size)}

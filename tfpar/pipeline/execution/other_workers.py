@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 
-class LocalPart(NamedTuple):
+class BatchSizes(NamedTuple):
     """The sizes of the local batch and the global batch.
 
     Args:

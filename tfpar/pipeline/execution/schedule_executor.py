@@ -192,7 +192,7 @@ class Execution:
     @property
     def losses(self) -> list[tf.Tensor]:
         """The losses added by each stage, summed over micro-batches, scalars."""
-        return [self.live[key] for key in self.live.of_role("added losses")]
+        return [self.live[key] for key in self.live.keys("added losses")]
 
     @property
     def ends(self) -> list[tf.Tensor]:

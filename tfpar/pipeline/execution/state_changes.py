@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfpar._compat.graphs import tf_function
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.stages.bundles import Bundle, bundled, specs_of, unbundle
+from tfpar.pipeline.stages.bundles import Bundle, bundle_specs, bundled, unbundle
 from tfpar.reduction.gradients.gradient_addition import sum_of
 
 
@@ -142,6 +142,6 @@ class StateChanges:
                     after.append(value)
             return bundled(after, self._device)
 
-        owned, scalar = specs_of(self._owned_specs), tf.TensorSpec([], keras.config.floatx())
-        new = specs_of(self._specs)
+        owned, scalar = bundle_specs(self._owned_specs), tf.TensorSpec([], keras.config.floatx())
+        new = bundle_specs(self._specs)
         return tf_function.noinline_function(body, owned, owned, new, tf.TensorSpec([], tf.float64), scalar)

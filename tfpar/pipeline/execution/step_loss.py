@@ -131,7 +131,7 @@ class StepLoss:
             for new, old in zip(result.metric_states, states, strict=True)
         ]
         self._live.add(_LOSS, result.value)
-        for output, value in enumerate(result.of_outputs):
+        for output, value in enumerate(result.output_losses):
             self._live.add(Key("loss of an output", output), value)
         self._add_gradients(result.weight_gradients)
         self._variables.record_loss(number, result.layer_states, microbatch)
@@ -148,9 +148,9 @@ class StepLoss:
                 value += tf.cast(zero, value.dtype)
             return value
 
-    def of_outputs(self) -> list[tf.Tensor]:
+    def output_losses(self) -> list[tf.Tensor]:
         """Return the loss of each output, if Keras logs them, scalars."""
-        return [self._live[key] for key in self._live.of_role("loss of an output")]
+        return [self._live[key] for key in self._live.keys("loss of an output")]
 
     def new_states(self) -> list[tuple[Any, tf.Tensor]]:
         """Return the metric variables that this replica assigns, with their values after the batch."""

@@ -65,7 +65,7 @@ def add_to_metrics(sums: Sequence[tuple[keras.Variable, tf.Tensor]], after: Sequ
 
 
 def update_loss_trackers(
-    model: keras.Model, batch: Any, loss: tf.Tensor, num_examples: tf.Tensor, of_outputs: Sequence[tf.Tensor]
+    model: keras.Model, batch: Any, loss: tf.Tensor, num_examples: tf.Tensor, output_losses: Sequence[tf.Tensor]
 ) -> None:
     """Update the loss tracker, and those of the losses of outputs if Keras logs them.
 
@@ -74,12 +74,12 @@ def update_loss_trackers(
         batch: The global batch.
         loss: Its loss, a scalar.
         num_examples: Its size, an int64 scalar.
-        of_outputs: The loss of each output, scalars.
+        output_losses: The loss of each output, scalars.
     """
     # Keras weights the loss of an output by the batch size if that is static, and otherwise by one.
     fixed_size = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None).shape[0]
     tracker = keras_metrics.loss_tracker(model)
     with tf.device(tracker.variables[0].value.device):
         tracker.update_state(loss, sample_weight=num_examples)
-        for of_output, value in zip(keras_metrics.trackers_of_losses(model), of_outputs, strict=True):
+        for of_output, value in zip(keras_metrics.trackers_of_losses(model), output_losses, strict=True):
             of_output.update_state(value, sample_weight=fixed_size)

@@ -109,7 +109,7 @@ class StepVariables:
 
     def end_forward(self, number: int) -> None:
         """Remove the states of a micro-batch after its forward pass and loss."""
-        for key in self.live.of_role("state"):
+        for key in self.live.keys("state"):
             if key.microbatch == number:
                 self.live.take(key)
 

@@ -16,7 +16,7 @@ from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables.sharded_memory import lasting_pieces
 from tfpar.pipeline.execution.batch_execution import StepContext, replica_scope
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
-from tfpar.pipeline.execution.other_workers import LocalPart, Peers
+from tfpar.pipeline.execution.other_workers import BatchSizes, Peers
 from tfpar.pipeline.execution.schedule_executor import Execution
 from tfpar.pipeline.execution.state_changes import new_values, sum_changes
 from tfpar.pipeline.execution.step_compiler import CompiledStep, StepCompiler
@@ -51,7 +51,7 @@ class PipelineSteps:
         self.compiler, self._peers = compiler, peers
         self._apply = self._apply_all if apply is None else apply
         self._schedule, self._staged = schedule, compiler.staged
-        self._of_one_replica = schedule.of_one_replica
+        self._replica_schedule = schedule.first_replica
         self._model, self._last_device = compiler.staged.model, compiler.staged.devices[-1]
         with tf.device("CPU:0"):
             self._usual_sizes = {training: tf.Variable(0, dtype=tf.int64) for training in (True, False)}
@@ -112,21 +112,21 @@ class PipelineSteps:
         replica_values = [[values[value] for value, _ in readers] for readers in self._readers]
         if len(replica_values) == 1:
             return [Share(None, replica_values[0], None)]
-        part = None if num_counted is None else LocalPart(num_counted, num_counted)
-        whole = Microbatches((inputs, *others), self._schedule.num_microbatches, part=part)
+        sizes = None if num_counted is None else BatchSizes(num_counted, num_counted)
+        whole = Microbatches((inputs, *others), self._schedule.num_microbatches, sizes=sizes)
         numbers = [range(first, first + self._schedule.microbatches_per_replica) for first in self._first_microbatches]
         return [whole.share(*replica, others) for replica in zip(numbers, replica_values, strict=True)]
 
-    def train_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
+    def train_step(self, batch: Any, sizes: BatchSizes | None = None) -> tf.Tensor:
         """Add a train step to the graph; return the loss of the global batch, a scalar.
 
         Args:
             batch: A global batch, the local batch of this worker, or a `StagedBatch` with its tensors on their devices.
-            part: The sizes of the local and the global batch, if they differ.
+            sizes: The sizes of the local and the global batch, if they differ.
         """
         scale = self._loss_scale()
-        context = self._begin(batch, scale, part, training=True)
-        context.run(self._of_one_replica.in_order())
+        context = self._begin(batch, scale, sizes, training=True)
+        context.run(self._replica_schedule.in_order())
         gradients = context.gradients()
         loss = self._finish(_plain(batch), context, add_penalties(self._model, gradients, scale))
         # The update comes after all operations that read weights.
@@ -141,21 +141,21 @@ class PipelineSteps:
         with keras_optimizer.one_device_optimizer():
             keras_optimizer.apply(self._model.optimizer, gradients, weights)
 
-    def evaluate_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
+    def evaluate_step(self, batch: Any, sizes: BatchSizes | None = None) -> tf.Tensor:
         """Add an evaluate step to the graph; return the loss, a scalar. The arguments are those of `train_step`."""
         scale = tf.ones((), keras.config.floatx())
-        context = self._begin(batch, scale, part, training=False)
+        context = self._begin(batch, scale, sizes, training=False)
         context.run(self._forward_actions())
         return self._finish(_plain(batch), context, add_penalties(self._model, {}, scale))
 
-    def predict_step(self, inputs: Any, part: LocalPart | None = None) -> Any:
+    def predict_step(self, inputs: Any, sizes: BatchSizes | None = None) -> Any:
         """Add a predict step to the graph; return the model's outputs, `[batch, ...]` each.
 
         Args:
             inputs: The inputs of the model, of a global batch or of the local batch of this worker.
-            part: As for `train_step`.
+            sizes: As for `train_step`.
         """
-        compiled, executions = self._forward_passes(inputs, part)
+        compiled, executions = self._forward_passes(inputs, sizes)
         for execution in executions:
             execution.run(segments(self._forward_actions()))
         changes = sum_changes([execution.variables.changes() for execution in executions])
@@ -171,34 +171,34 @@ class PipelineSteps:
             received = [spec.received(tensor, None) for spec, tensor in zip(specs, whole, strict=True)]
         return self._staged.packed_outputs(received)
 
-    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[CompiledStages, list[Execution]]:
+    def _forward_passes(self, inputs: Any, sizes: BatchSizes | None) -> tuple[CompiledStages, list[Execution]]:
         """Return the stages of the first replica for a prediction, and the execution of each replica."""
         with tf_function.outside_of_functions():
             stages = self.compiler.stages_of_replicas(inputs, training=False)
-        cuts, scale = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
+        cuts, scale = self._cut((inputs,), sizes, training=False), tf.ones((), keras.config.floatx())
         return stages[0], [
             Execution(compiled, StepVariables(compiled.stages), microbatches, scale, first_microbatch=first)
             for compiled, microbatches, first in zip(stages, cuts, self._first_microbatches, strict=True)
         ]
 
-    def run_again(self, batch: Any, part: LocalPart | None, kind: str) -> None:
+    def run_again(self, batch: Any, sizes: BatchSizes | None, kind: str) -> None:
         """Repeat the actions of a failed step one by one, on this worker only, until an operation fails.
 
         Weights do not change, because a step assigns them at its end. Metrics may count the batch again.
 
         Args:
             batch: The batch of the step; for "predict" the inputs only.
-            part: As for `train_step`.
+            sizes: As for `train_step`.
             kind: "train", "evaluate" or "predict".
         """
         training = kind == "train"
-        actions = self._of_one_replica.in_order() if training else self._forward_actions()
+        actions = self._replica_schedule.in_order() if training else self._forward_actions()
         if kind == "predict":
-            for execution in self._forward_passes(batch, part)[1]:
+            for execution in self._forward_passes(batch, sizes)[1]:
                 execution.run([Segment(tuple(actions))])
         elif self._peers is None or self.compiler.has_compiled(batch, training=training):  # workers compile together
             scale = self._loss_scale() if training else tf.ones((), keras.config.floatx())
-            self._begin(batch, scale, part, training=training, alone=True).run(actions, loops=False)
+            self._begin(batch, scale, sizes, training=training, alone=True).run(actions, loops=False)
 
     def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Add the actions of a schedule to the graph, without an update, and measure when each runs.
@@ -212,7 +212,7 @@ class PipelineSteps:
             `[actions, 2]`; and the gradients, because TensorFlow would prune unused ones.
         """
         context = self._begin(batch, self._loss_scale(), None, training=True, timed=True)
-        context.run(schedule.of_one_replica.in_order(), loops=False)
+        context.run(schedule.first_replica.in_order(), loops=False)
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
         moments = {}
         for replica, execution in enumerate(context.executions):
@@ -221,14 +221,14 @@ class PipelineSteps:
                 moments[Action(kind, stage, first + microbatch)] = [begin, end]
         return tf.stack([tf.stack(moments[action]) for action in schedule.in_order()]), sums
 
-    def _cut(self, batch: Any, part: LocalPart | None, *, training: bool) -> list[Microbatches]:
+    def _cut(self, batch: Any, sizes: BatchSizes | None, *, training: bool) -> list[Microbatches]:
         """Cut a batch into micro-batches; return them as each replica reads them."""
         with tf.device("CPU:0"):
             usual_size = self._usual_sizes[training].read_value()
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
         plain = _plain(batch)
-        microbatches = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
+        microbatches = Microbatches(plain, count, usual_size, sizes, first_number, self._hosts)
         if isinstance(batch, StagedBatch):
             replicas = zip(batch.shares, self._readers, self._devices, strict=True)
             return [microbatches.reading(share, readers, devices[-1]) for share, readers, devices in replicas]
@@ -248,14 +248,14 @@ class PipelineSteps:
         self,
         batch: Any,
         scale: tf.Tensor,
-        part: LocalPart | None,
+        sizes: BatchSizes | None,
         *,
         training: bool,
         timed: bool = False,
         alone: bool = False,
     ) -> StepContext:
         """Split a batch into micro-batches and prepare their execution. Timed executions do not update metrics."""
-        microbatches, peers = self._cut(batch, part, training=training), None if timed or alone else self._peers
+        microbatches, peers = self._cut(batch, sizes, training=training), None if timed or alone else self._peers
         batch = _plain(batch)
         with tf_function.outside_of_functions():
             steps = self.compiler.compile_replicas(batch, training=training)
@@ -310,10 +310,10 @@ class PipelineSteps:
     def _finish(self, batch: Any, context: StepContext, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Assign new states and update the tracked losses; return the loss of the batch."""
         with tf.device(self._last_device):
-            loss, of_outputs, new_states, metrics = context.results(penalties)
+            loss, output_losses, new_states, metrics = context.results(penalties)
         assign_states(new_states, [*context.ends, loss])
         add_to_metrics(metrics, [*context.ends, loss])
-        update_loss_trackers(self._model, batch, loss, context.num_examples, of_outputs)
+        update_loss_trackers(self._model, batch, loss, context.num_examples, output_losses)
         return loss
 
     @property

@@ -86,7 +86,7 @@ class Graph:
         inputs: Flat inputs of the model.
         calls: Layer calls in topological order.
         outputs: Outputs of the model, in their structure.
-        reading: The traced symbolic inputs, a description of the operations and the opened blocks, which
+        trace_record: The traced symbolic inputs, a description of the operations and the opened blocks, which
             `check_unchanged` reads; None if the operations cannot change.
 
     Example:
@@ -98,7 +98,7 @@ class Graph:
     inputs: tuple[Value, ...]
     calls: tuple[Call, ...]
     outputs: Any
-    reading: tuple[Any, list[Any], Any] | None = None
+    trace_record: tuple[Any, list[Any], Any] | None = None
 
 
 # Layer calls may also return constants. They are no values of the graph: later calls have them in their arguments.

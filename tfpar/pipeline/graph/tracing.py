@@ -83,7 +83,7 @@ def trace(
     pairs = zip(recorded, inference[0], strict=True)
     training_arguments = [(in_training.training, in_inference.training) for in_training, in_inference in pairs]
     graph = build_graph(inputs, recorded, training_arguments, outputs)
-    return dataclasses.replace(graph, reading=(inputs, _descriptions(inputs, recorded, outputs), blocks))
+    return dataclasses.replace(graph, trace_record=(inputs, _descriptions(inputs, recorded, outputs), blocks))
 
 
 @dataclasses.dataclass
@@ -140,9 +140,9 @@ def check_unchanged(model: keras.Model, graph: Graph) -> None:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
         >>> check_unchanged(model, trace(model))
     """
-    if graph.reading is None:
+    if graph.trace_record is None:
         return
-    inputs, before, blocks = graph.reading
+    inputs, before, blocks = graph.trace_record
     with tf_function.outside_of_functions(), random_state.stand_in_generator(), keras_losses.collect_added_losses(list):
         recorded, outputs = _record(model, inputs, training=True, blocks=blocks)
     now = _descriptions(inputs, recorded, outputs)

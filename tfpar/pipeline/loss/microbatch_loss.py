@@ -81,7 +81,7 @@ class LossResult(NamedTuple):
 
     Args:
         value: The contribution, a scalar.
-        of_outputs: The contribution to the loss of each output, if Keras logs them.
+        output_losses: The contribution to the loss of each output, if Keras logs them.
         gradients: The gradient of each output, `[examples, ...]`, sharded like the output; or None.
         metric_states: The new values of metric variables.
         layer_states: The new values of layer states.
@@ -89,7 +89,7 @@ class LossResult(NamedTuple):
     """
 
     value: tf.Tensor
-    of_outputs: list[tf.Tensor]
+    output_losses: list[tf.Tensor]
     gradients: list[Any]
     metric_states: list[tf.Tensor]
     layer_states: list[tf.Tensor]
@@ -101,13 +101,13 @@ class LossResult(NamedTuple):
         Args:
             states: The previous values of metric variables.
         """
-        value, of_outputs, weight_gradients = tf.nest.map_structure(
+        value, output_losses, weight_gradients = tf.nest.map_structure(
             lambda tensor: tf.zeros_like(tensor) if tensor is not None and tensor.dtype.is_floating else tensor,
-            (self.value, self.of_outputs, self.weight_gradients),
+            (self.value, self.output_losses, self.weight_gradients),
             expand_composites=True,
         )
         return self._replace(
-            value=value, of_outputs=of_outputs, metric_states=list(states), weight_gradients=weight_gradients
+            value=value, output_losses=output_losses, metric_states=list(states), weight_gradients=weight_gradients
         )
 
 
@@ -341,8 +341,8 @@ class MicrobatchLoss:
             weight_gradients,
             kinds,
         )
-        of_outputs = self._logged(totals, arguments)
-        return LossResult(value, of_outputs, gradients, metric_states, layer_states, list(weight_gradients)), trace
+        output_losses = self._logged(totals, arguments)
+        return LossResult(value, output_losses, gradients, metric_states, layer_states, list(weight_gradients)), trace
 
     def _gradients(self, value: tf.Tensor, arguments: LossArguments) -> tuple[list[Any], list[Any]]:
         """Return the gradients of the outputs and of the parameters; none in inference."""

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat.graphs import tf_function
-from tfpar.pipeline.stages.shards import argument, requested_device
+from tfpar.pipeline.stages.shards import copy_argument, requested_device
 from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
 
 
@@ -38,7 +38,7 @@ class OutputFunction:
         """Call the function. Control dependencies, not program order, determine the order of stateful operations."""
         if tf.executing_eagerly() or not self._is_sharded:
             return tf_function.unordered_call(self.concrete, *arguments)
-        on_shards = [argument(tensor, self._devices) for tensor in _flat(arguments) if tensor is not None]
+        on_shards = [copy_argument(tensor, self._devices) for tensor in _flat(arguments) if tensor is not None]
         known = {inner.ref(): tensor for inner, tensor in zip(self._inputs, on_shards, strict=True)}
         self._subgraph(known)
         traced = self.concrete.structured_outputs

@@ -18,7 +18,7 @@ from tfpar._compat.models import keras_model
 from tfpar._compat.random_numbers import random_state
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
-from tfpar.pipeline.partition.layer_settings import settings_of
+from tfpar.pipeline.partition.layer_settings import operation_settings
 from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.placement.owners import num_bytes
 from tfpar.reduction.gradients.gradient_addition import dense_part
@@ -200,7 +200,7 @@ def _cost_key(call: Call, values: dict[Value, Any]) -> Any:
     """Return a key that is equal for layer calls of equal cost."""
     shapes = [(tuple(values[value].shape), values[value].dtype.name) for value in call.inputs]
     constants = [leaf for leaf in keras.tree.flatten((call.args, dict(call.kwargs))) if not isinstance(leaf, Value)]
-    return settings_of(call.operation), repr(shapes), repr(constants)
+    return operation_settings(call.operation), repr(shapes), repr(constants)
 
 
 def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size: int, seen: set[int]) -> CallCost:

@@ -20,7 +20,7 @@ from tfpar._compat.models.keras_model import all_layers, is_of_keras
 from tfpar.pipeline.graph.ir import Call, Value
 
 
-def settings_of(operation: keras.Operation, with_trainable: bool = True) -> Hashable:
+def operation_settings(operation: keras.Operation, with_trainable: bool = True) -> Hashable:
     """Return a key that is equal for operations with the same settings, regardless of names and weights.
 
     Args:
@@ -28,14 +28,13 @@ def settings_of(operation: keras.Operation, with_trainable: bool = True) -> Hash
         with_trainable: Whether `trainable` is one of the settings.
 
     Example:
-        >>> same, other = keras.layers.Dense(4), keras.layers.Dense(8)
-        >>> settings_of(same) == settings_of(keras.layers.Dense(4)), settings_of(same) == settings_of(other)
-        (True, False)
+        >>> operation_settings(keras.layers.Dense(4)) == operation_settings(keras.layers.Dense(4))
+        True
     """
     return _Settings(with_trainable).of_operation(operation, frozenset())
 
 
-def settings_of_calls(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashable:
+def call_settings(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashable:
     """Return a key that is equal for layer calls that compute the same, regardless of names and weights.
 
     Equal calls also have the same connections, and share layers and weights in the same way.
@@ -48,7 +47,7 @@ def settings_of_calls(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashabl
         >>> from tfpar.pipeline.graph.tracing import trace
         >>> layers = [keras.layers.Dense(width) for width in (4, 4, 8)]
         >>> calls = trace(keras.Sequential([keras.Input((4,)), *layers])).calls
-        >>> first, same, other = (settings_of_calls([call], call.inputs) for call in calls)
+        >>> first, same, other = (call_settings([call], call.inputs) for call in calls)
         >>> first == same, first == other
         (True, False)
     """
@@ -73,7 +72,7 @@ def settings_of_calls(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashabl
     return tuple(map(numbered, inputs)), tuple(map(of_call, calls))
 
 
-def settings_of_model(model: keras.Model) -> Hashable:
+def model_settings(model: keras.Model) -> Hashable:
     """Return a key that changes with the attributes of a custom model, except those set by `compile`."""
     if is_of_keras(type(model)):
         return None

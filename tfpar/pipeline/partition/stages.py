@@ -129,7 +129,7 @@ def bytes_per_example(value: Value) -> int:
     return math.prod(size or 1 for size in value.shape[1:]) * (int(bits[0]) // 8 if bits else 1)
 
 
-def owner_of(stages: Sequence[Stage], variables: Iterable[keras.Variable] = ()) -> dict[int, int]:
+def variable_owners(stages: Sequence[Stage], variables: Iterable[keras.Variable] = ()) -> dict[int, int]:
     """Return the stage that owns each variable: the first that reads it, or the last if none does.
 
     Several stages may read a variable, with tied weights or reused layers. Its owner stores and updates it.
@@ -145,7 +145,7 @@ def owner_of(stages: Sequence[Stage], variables: Iterable[keras.Variable] = ()) 
         >>> from tfpar.pipeline.graph.tracing import trace
         >>> layers = [keras.layers.Dense(4), keras.layers.Dense(4)]
         >>> stages = split_graph(trace(keras.Sequential([keras.Input((4,)), *layers])), [1, 1])
-        >>> owner_of(stages)[id(layers[1].kernel)]
+        >>> variable_owners(stages)[id(layers[1].kernel)]
         1
     """
     owners = {id(variable): stages[-1].index for variable in variables}
@@ -154,7 +154,7 @@ def owner_of(stages: Sequence[Stage], variables: Iterable[keras.Variable] = ()) 
     return owners
 
 
-def users_of(stages: Sequence[Stage]) -> dict[int, tuple[int, ...]]:
+def variable_readers(stages: Sequence[Stage]) -> dict[int, tuple[int, ...]]:
     """Return the stages that read each variable; several read tied weights.
 
     Args:
@@ -167,7 +167,7 @@ def users_of(stages: Sequence[Stage]) -> dict[int, tuple[int, ...]]:
         >>> from tfpar.pipeline.graph.tracing import trace
         >>> layer = keras.layers.Dense(4)
         >>> stages = split_graph(trace(keras.Sequential([keras.Input((4,)), layer, layer])), [1, 1])
-        >>> users_of(stages)[id(layer.kernel)]
+        >>> variable_readers(stages)[id(layer.kernel)]
         (0, 1)
     """
     readers: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfpar import cluster
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.graph.ir import Graph, Value
-from tfpar.pipeline.partition.stages import Stage, bytes_per_example, owner_of, users_of
+from tfpar.pipeline.partition.stages import Stage, bytes_per_example, variable_owners, variable_readers
 from tfpar.placement.owners import homes, num_bytes
 
 
@@ -44,7 +44,7 @@ class Grid(NamedTuple):
     traffic: Traffic
 
 
-def by_traffic(
+def sort_by_traffic(
     model: keras.Model,
     graph: Graph,
     stages: Sequence[Stage],
@@ -68,7 +68,7 @@ def describe_traffic(grids: Sequence[Grid]) -> str | None:
     """Describe the bytes between workers of the best grid; None if there are none.
 
     Args:
-        grids: The result of `by_traffic`.
+        grids: The result of `sort_by_traffic`.
 
     Example:
         >>> best, second = Traffic(2_000_000, 500_000), Traffic(0, 12_000_000)
@@ -139,7 +139,7 @@ def _activation_bytes(graph: Graph, stages: Sequence[Stage], workers: Sequence[s
 
 def _gradient_bytes(model: keras.Model, stages: Sequence[Stage], workers: Sequence[Sequence[str]]) -> int:
     """Return the bytes of gradients and of copied weights between workers."""
-    owners, readers = homes(model, owner_of(stages, model.variables), len(workers)), users_of(stages)
+    owners, readers = homes(model, variable_owners(stages, model.variables), len(workers)), variable_readers(stages)
     trained = set(map(id, model.trainable_variables))
     total = 0
     for variable in model.variables:

@@ -119,7 +119,7 @@ class Schedule:
         return dataclasses.replace(self, name=f"{self.name}, forward passes first", actions=actions)
 
     @property
-    def of_one_replica(self) -> Schedule:
+    def first_replica(self) -> Schedule:
         """The schedule of the first replica. The others run the same actions on their own micro-batches."""
         actions = self.actions[: self.num_devices]
         return dataclasses.replace(

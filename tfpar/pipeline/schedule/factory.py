@@ -80,7 +80,7 @@ def limit_stages(schedule: Schedule, max_stages: int) -> Schedule:
     """
     if max_stages >= schedule.num_stages:
         return schedule
-    return _with_stages(schedule.of_one_replica, max_stages).replicated(schedule.num_replicas)
+    return _with_stages(schedule.first_replica, max_stages).replicated(schedule.num_replicas)
 
 
 def _with_stages(schedule: Schedule, max_stages: int) -> Schedule:

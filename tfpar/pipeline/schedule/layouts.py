@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.links import Algorithm, Link, all_reduce_seconds
-from tfpar.pipeline.schedule.simulator import Durations, last_ends, one_after_another, simulate
+from tfpar.pipeline.schedule.simulator import Durations, end_times, last_ends, simulate
 
 Crossings = tuple[bool, ...]  # whether each cut lies between two hosts
 
@@ -115,7 +115,7 @@ def simulate_layout(
         (16.0, 3.0, 1.0)
     """
     _check(schedule, cut_bytes, gradient_bytes)
-    replica = schedule.of_one_replica
+    replica = schedule.first_replica
     last, no_transfer_seconds, busy_seconds = [0.0] * schedule.num_stages, 0.0, 0.0
     for (scale, crosses), num_replicas in _distinct_replicas(schedule, durations, network).items():
         links = [network.between if is_between else network.inside for is_between in crosses]
@@ -179,7 +179,7 @@ def _sum_ends(
         inside.append(all_reduce_seconds(network.all_reduce_inside, num_bytes, most, network.inside))
         between.append(all_reduce_seconds(network.all_reduce, num_bytes, count, bytes_only))
         latencies.append(all_reduce_seconds(network.all_reduce, num_bytes, count, latency_only))
-    sent = one_after_another(one_after_another(last, inside, devices), between, hosts)
+    sent = end_times(end_times(last, inside, devices), between, hosts)
     return [end + latency for end, latency in zip(sent, latencies, strict=True)]
 
 

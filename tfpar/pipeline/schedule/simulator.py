@@ -188,9 +188,7 @@ def last_ends(schedule: Schedule, spans: Iterable[Span]) -> list[float]:
     return last
 
 
-def one_after_another(
-    ready_seconds: Sequence[float], seconds: Sequence[float], resources: Sequence[Hashable]
-) -> list[float]:
+def end_times(ready_seconds: Sequence[float], seconds: Sequence[float], resources: Sequence[Hashable]) -> list[float]:
     """Return when each task ends, if each resource runs its tasks one at a time in the order of their readiness.
 
     Args:
@@ -199,7 +197,7 @@ def one_after_another(
         resources: The device or link that each task occupies.
 
     Example:
-        >>> one_after_another([1.0, 0.0, 0.0], [2.0, 3.0, 1.0], ["link", "link", "other"])
+        >>> end_times([1.0, 0.0, 0.0], [2.0, 3.0, 1.0], ["link", "link", "other"])
         [5.0, 3.0, 1.0]
     """
     free = collections.defaultdict[Hashable, float](float)
@@ -214,8 +212,8 @@ def _gradient_ends(schedule: Schedule, durations: Durations, last: Sequence[floa
     """Return when the gradients of each stage are summed over replicas and workers."""
     zeros = (0.0,) * schedule.num_stages
     devices = [schedule.device_of(stage) for stage in range(schedule.num_stages)]
-    summed = one_after_another(last, durations.reduction_seconds or zeros, devices)
-    return one_after_another(summed, durations.all_reduce_seconds or zeros, ["link"] * len(summed))
+    summed = end_times(last, durations.reduction_seconds or zeros, devices)
+    return end_times(summed, durations.all_reduce_seconds or zeros, ["link"] * len(summed))
 
 
 def _action_seconds(schedule: Schedule, durations: Durations) -> dict[Kind, Sequence[float]]:

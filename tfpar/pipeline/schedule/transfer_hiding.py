@@ -35,13 +35,13 @@ def with_more_in_flight(schedule: Schedule, cuts: tuple[int, ...]) -> Schedule:
         0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
         1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
     """
-    replica = schedule.of_one_replica
+    replica = schedule.first_replica
     more = [sum(cut >= stage for cut in cuts) for stage in range(replica.num_stages)]
     actions = one_forward_one_backward(replica.num_stages, replica.num_microbatches, more)
     return dataclasses.replace(replica, actions=actions).replicated(schedule.num_replicas)
 
 
-def hiding_transfers(schedule: Schedule, durations: Durations) -> Schedule:
+def hide_transfers(schedule: Schedule, durations: Durations) -> Schedule:
     """Return 1F1B with more micro-batches in flight where that shortens the simulated step.
 
     Args:
@@ -52,10 +52,10 @@ def hiding_transfers(schedule: Schedule, durations: Durations) -> Schedule:
         >>> from tfpar.pipeline import schedule
         >>> order = schedule.make("1f1b", num_stages=2, num_microbatches=8)
         >>> slow = Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.2,))
-        >>> [round(simulate(schedule, slow).step_seconds, 3) for schedule in (order, hiding_transfers(order, slow))]
+        >>> [round(simulate(schedule, slow).step_seconds, 3) for schedule in (order, hide_transfers(order, slow))]
         [28.6, 27.4]
         >>> fast = dataclasses.replace(slow, transfer_seconds=(0.0,))
-        >>> hiding_transfers(order, fast) == order
+        >>> hide_transfers(order, fast) == order
         True
     """
     if schedule.name != "1f1b":

@@ -87,13 +87,13 @@ def _chunks(sequence: Sequence[Any]) -> list[Sequence[Any]]:
     return [sequence[begin : begin + _MAX_COMPONENTS] for begin in range(0, len(sequence), _MAX_COMPONENTS)]
 
 
-def specs_of(tensors: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices = "") -> list[tf.TensorSpec]:
+def bundle_specs(tensors: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices = "") -> list[tf.TensorSpec]:
     """Return the specs of a bundle of tensors."""
     integers = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors if tensor.dtype == tf.int32]
     return [*(tf.TensorSpec([], tf.variant) for _ in _by_device(tensors, devices)), *integers]
 
 
-def devices_of_parts(tensors: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices) -> list[str]:
+def bundle_devices(tensors: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices) -> list[str]:
     """Return the device of each tensor in a bundle of tensors. The int32 tensors count as on the first device."""
     first = devices if isinstance(devices, str) else next(iter(devices), "")
     return [*_by_device(tensors, devices), *(first for tensor in tensors if tensor.dtype == tf.int32)]

@@ -18,9 +18,9 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat.graphs import tf_function
 from tfpar.pipeline.partition.stages import Stage
-from tfpar.pipeline.stages.bundles import Bundle, bundled, devices_of_parts, specs_of, unbundle
+from tfpar.pipeline.stages.bundles import Bundle, bundle_devices, bundle_specs, bundled, unbundle
 from tfpar.pipeline.stages.padding import Rows, add_zero_rows, repeat_last_row
-from tfpar.pipeline.stages.shards import argument, shard_of
+from tfpar.pipeline.stages.shards import copy_argument, shard_of
 from tfpar.pipeline.stages.sparse_rows import Kinds
 from tfpar.pipeline.stages.subgraphs import Subgraph
 from tfpar.pipeline.stages.trace import StageTrace, StageVariables
@@ -174,7 +174,7 @@ class CompiledStage:
     def saved_devices(self) -> tuple[list[str], list[str]]:
         """The device of each tensor in the bundles that F saves for B, and that B saves for W."""
         for_backward, for_weights = (
-            devices_of_parts(tensors, self._devices_of(tensors)) for tensors in (self._saved, self._saved_for_weights)
+            bundle_devices(tensors, self._devices_of(tensors)) for tensors in (self._saved, self._saved_for_weights)
         )
         return for_backward, for_weights
 
@@ -311,7 +311,7 @@ class CompiledStage:
         """
         with tf.device(self.device):
             if len(self.devices) > 1:
-                on_shards = functools.partial(argument, devices=self.devices)
+                on_shards = functools.partial(copy_argument, devices=self.devices)
                 return run(*tf.nest.map_structure(on_shards, arguments, expand_composites=True))
             if (name, self.devices) not in self.functions:
                 with tf_function.outside_of_functions():  # not inside the loop that calls it first
@@ -319,7 +319,7 @@ class CompiledStage:
             return tf_function.unordered_call(self.functions[name, self.devices], *arguments)
 
     def _specs(self, tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-        return specs_of(tensors, self._devices_of(tensors))
+        return bundle_specs(tensors, self._devices_of(tensors))
 
     @property
     def _rows_spec(self) -> Rows | None:

@@ -53,7 +53,7 @@ def shard_of_device(name: str, devices: Sequence[str]) -> int:
     return indices.get(_short(name), 0) if name else 0
 
 
-def argument(tensor: tf.Tensor | None, devices: Sequence[str]) -> tf.Tensor | None:
+def copy_argument(tensor: tf.Tensor | None, devices: Sequence[str]) -> tf.Tensor | None:
     """Copy an argument on the device of its shard, after the current control dependencies.
 
     TensorFlow 2.21 cannot apply control dependencies to imported operations.
@@ -92,7 +92,7 @@ def _short(name: str) -> tuple[str | None, int | None]:
     return spec.device_type, spec.device_index
 
 
-def on_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+def copy_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
     """Copy the values of shards to their devices, and return all values.
 
     Args:
@@ -111,7 +111,7 @@ def on_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Se
     return placed
 
 
-def on_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> Any:
+def replace_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> Any:
     """Return a copy of a graph for the devices of another replica.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat.graphs.tf_function import noinline_function
-from tfpar.pipeline.stages.shards import on_devices, requested_device
+from tfpar.pipeline.stages.shards import replace_devices, requested_device
 
 _SIZES = ("Rank", "Shape", "ShapeN", "Size")
 _PENDING_SUMS = 2  # those of a kernel and a bias may be computed at the same time
@@ -51,7 +51,7 @@ class Subgraph:
 
     def on(self, devices: Sequence[str]) -> Subgraph:
         """Return the same subgraph on the devices of another replica."""
-        operations = on_devices(self.operations, self.devices, devices)
+        operations = replace_devices(self.operations, self.devices, devices)
         return dataclasses.replace(self, operations=operations, devices=tuple(devices))
 
     def __call__(self, known: dict[Any, tf.Tensor]) -> None:

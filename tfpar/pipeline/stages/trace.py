@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfpar.pipeline.stages.sparse_rows import Kinds
-from tfpar.pipeline.stages.values import BatchPosition, ValueSpec, spec_of_output
+from tfpar.pipeline.stages.values import BatchPosition, ValueSpec, output_spec
 from tfpar.reduction.gradients.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.gradients.row_numbers import Sources
 from tfpar.reduction.losses_in_call import Way
@@ -124,8 +124,8 @@ class StageTrace:
         outputs = zip(self.outputs, self.masks, gradients, self.activations, strict=True)
         return [
             ValueSpec(
-                spec_of_output(output),
-                spec_of_output(mask),
+                output_spec(output),
+                output_spec(mask),
                 needs_gradient=gradient is not None,
                 activation=activation,
                 source=self.sources.of(dense_parts(output)[0]),  # the first shard stands for all

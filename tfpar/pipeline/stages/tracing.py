@@ -21,10 +21,10 @@ from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Value
-from tfpar.pipeline.partition.layer_settings import settings_of_calls
+from tfpar.pipeline.partition.layer_settings import call_settings
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.stages.refusals import refuse_assigned, refuse_hidden_reads, refuse_mixed_losses
-from tfpar.pipeline.stages.shards import ShardedCalls, on_shards
+from tfpar.pipeline.stages.shards import ShardedCalls, copy_shards
 from tfpar.pipeline.stages.sparse_rows import rows_by_lookup
 from tfpar.pipeline.stages.trace import BackwardTrace, StageTrace, StageVariables, trace_with_record
 from tfpar.pipeline.stages.values import BatchPosition, ValueSpec
@@ -72,7 +72,7 @@ class StageTracer:
         outputs = [(values.index(value), value in self.unused_outputs) for value in self.stage.outputs]
         sizes = len(self.variables.parameters), self.variables.num_trained
         return (
-            settings_of_calls(self.stage.calls, self.stage.inputs),
+            call_settings(self.stage.calls, self.stage.inputs),
             tuple(self.inputs),
             tuple(shapes),
             sizes,
@@ -107,7 +107,7 @@ class StageTracer:
     ) -> StageTrace:
         graph, variables = tf.compat.v1.get_default_graph(), self.variables
         sources = self._sources(values, arguments)
-        variable_values = on_shards([*variables.parameters, *variables.states], arguments, self.devices)
+        variable_values = copy_shards([*variables.parameters, *variables.states], arguments, self.devices)
         tensors = self._received(values)
         forward = self._forward(tensors, variable_values, position)
         with tf.device(self.devices[0]):

@@ -147,10 +147,10 @@ class BatchPosition(NamedTuple):
         return cls(tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), tf.TensorSpec([None, 2], tf.float64))
 
 
-def spec_of_output(tensor: Any) -> Any:
+def output_spec(tensor: Any) -> Any:
     """Return the spec of an output, a tuple with those of its shards, or None for None."""
     if isinstance(tensor, tuple):
-        return tuple(map(spec_of_output, tensor))
+        return tuple(map(output_spec, tensor))
     if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
         return tf.type_spec_from_value(tensor)
     return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
