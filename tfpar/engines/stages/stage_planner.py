@@ -20,7 +20,7 @@ from tfpar.engines.stages.model_version import ModelVersion
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.analysis.link_timing import measure_transfers
+from tfpar.pipeline.analysis.communication_timing import measure_transfers
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes

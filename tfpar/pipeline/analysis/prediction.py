@@ -10,7 +10,7 @@ from typing import Any
 from tfpar import cluster, data
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import step_timing
-from tfpar.pipeline.analysis.reduction_timing import measure_all_reduces, measure_reductions
+from tfpar.pipeline.analysis.communication_timing import measure_all_reduces, measure_reductions
 from tfpar.pipeline.analysis.saved_bytes import saved_bytes
 from tfpar.pipeline.analysis.stage_table import StageRow
 from tfpar.pipeline.execution.other_workers import Peers

@@ -1,4 +1,4 @@
-"""Measurement of the sums of gradients over the replicas of a pipeline and the workers of a job."""
+"""Measurement of transfers between stages, and of sums of gradients over replicas and workers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,41 @@ from tfpar.reduction.gradients.gradient_addition import sum_of
 # take a fraction of a second on a network of 1 Gbit/s.
 _MESSAGE_BYTES = (16 << 10, 256 << 10, 1 << 20, 8 << 20)
 _GRADIENTS_PER_MESSAGE = 4
+_ROUND_TRIPS = 4  # of a transfer
+
+
+def measure_transfers(devices: Sequence[str], cut_bytes: Sequence[int]) -> tuple[float, ...]:
+    """Measure a transfer across each cut, in seconds; 0 between devices of the same process.
+
+    Args:
+        devices: The device of each stage.
+        cut_bytes: Bytes of a micro-batch across each cut.
+
+    Example:
+        >>> measure_transfers(["CPU:0", "CPU:1"], [4096])
+        (0.0,)
+    """
+    cuts = zip(devices, devices[1:], cut_bytes, strict=False)
+    tasks = [tf.DeviceSpec.from_string(device).task for device in devices]
+    crosses = [task != next_task for task, next_task in itertools.pairwise(tasks)]
+    return tuple(_transfer_seconds(*cut) if crossing else 0.0 for cut, crossing in zip(cuts, crosses, strict=True))
+
+
+def _transfer_seconds(device: str, other: str, num_bytes: int) -> float:
+    """Return the minimum seconds of a transfer, measured in consecutive round trips."""
+
+    def travel() -> tf.Tensor:
+        tensor = sent
+        for _ in range(_ROUND_TRIPS):
+            with tf.device(other):
+                tensor = tf.abs(tensor)
+            with tf.device(device):
+                tensor = tensor + 1.0
+        return tensor[0]
+
+    with tf.device(device):
+        sent = tf.zeros([max(1, num_bytes // 4)])
+    return min(run_seconds(travel)) / (2 * _ROUND_TRIPS)
 
 
 def measure_reductions(replicas: Sequence[CompiledStages]) -> tuple[float, ...]:
@@ -34,10 +69,10 @@ def measure_reductions(replicas: Sequence[CompiledStages]) -> tuple[float, ...]:
     """
     if len(replicas) == 1:
         return ()
-    return tuple(_seconds(copies) for copies in zip(*(compiled.stages for compiled in replicas), strict=True))
+    return tuple(_reduction_seconds(copies) for copies in zip(*(compiled.stages for compiled in replicas), strict=True))
 
 
-def _seconds(replicas: Sequence[CompiledStage]) -> float:
+def _reduction_seconds(replicas: Sequence[CompiledStage]) -> float:
     parameters, devices = replicas[0].parameters, [stage.device for stage in replicas]
     gradients = []
     for device in devices:
