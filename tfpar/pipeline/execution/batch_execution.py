@@ -101,7 +101,7 @@ class StepContext:
 
     @property
     def ends(self) -> list[tf.Tensor]:
-        """Tensors that exist once all actions have run."""
+        """Tensors to wait for until all actions have run."""
         return [end for execution in self.executions for end in execution.ends]
 
     def gradients(self) -> dict[int, Any]:

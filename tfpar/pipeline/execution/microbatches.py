@@ -148,8 +148,8 @@ class Microbatches:
             with tf.device(host):
                 self._counts[host] = _Counts(*map(tf.identity, self._counts[HOST]))
 
-    def reading(self, share: Share, readers: Sequence[tuple[Value, str]], last_device: str | None) -> Microbatches:
-        """Return the same micro-batches, cut from the share of a replica.
+    def for_replica(self, share: Share, readers: Sequence[tuple[Value, str]], last_device: str | None) -> Microbatches:
+        """Return the same micro-batches, cut from the share of one replica.
 
         Args:
             share: The share, with the examples of all micro-batches of the replica.

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.pipeline.stages.bundles import Devices
+from tfpar.pipeline.stages.values import copies_on
 
 Queue = list[tf.Tensor]  # a tensor list for each device, and one on the host for int32 tensors, as in a bundle
 
@@ -64,14 +65,9 @@ def pop_first(
         rest.append(others)
         if place == _HOST:  # loops over int32 tensors run on the device that appended them
             origins = [device if isinstance(device, str) else device[index] for index in indices]
-            values = [_copied(value, origin) for value, origin in zip(values, origins, strict=True)]
+            values = [copies_on([origin], value) for value, origin in zip(values, origins, strict=True)]
         tensors.update(zip(indices, values, strict=True))
     return rest, [tensors[index] for index in range(len(specs))]
-
-
-def _copied(value: tf.Tensor, device: str) -> tf.Tensor:
-    with tf.device(device):
-        return tf.identity(value)
 
 
 def _by_device(specs: Sequence[tf.Tensor | tf.TensorSpec], device: Devices) -> list[tuple[str, list[int]]]:

@@ -50,7 +50,9 @@ class RowSums:
             rows = {}
             for index, (lookup, _) in enumerate(self._lookups(self._like, equal=False)):
                 slices = [RowSlices(*tensors[2 * index : 2 * index + 2]) for tensors in flat]
-                rows[lookup] = _concat([_numbered(microbatch, self._kind(lookup)) for microbatch in slices])
+                if self._kind(lookup) == "shared":  # to merge the rows of each micro-batch separately
+                    slices = list(map(indexed_slices.numbered, slices))
+                rows[lookup] = _concat(slices)
         for lookup, _ in self._lookups(self._like, equal=True):
             rows[lookup] = self._live.take(Key("equal rows", (self._owner, lookup)))
         return [
@@ -75,11 +77,6 @@ class RowSums:
 
 def _with_int64(rows: RowSlices) -> RowSlices:
     return rows._replace(indices=tf.cast(rows.indices, tf.int64))
-
-
-def _numbered(rows: RowSlices, kind: indexed_slices.Kind | None) -> RowSlices:
-    """Add the numbers to the rows of shared lookups that a later merge needs."""
-    return indexed_slices.numbered(rows) if kind == "shared" else rows
 
 
 def _concat(slices: Sequence[RowSlices]) -> RowSlices:

@@ -196,7 +196,7 @@ class Execution:
 
     @property
     def ends(self) -> list[tf.Tensor]:
-        """Results of the last action of each device, which exist once all actions have run."""
+        """Results of the last action of each device, to wait for until all actions have run."""
         return [tensor for device in dict.fromkeys(self.devices) for tensor in self._before(device)]
 
     def _before(self, device: str) -> list[tf.Tensor]:

@@ -40,7 +40,7 @@ class CompiledStep(NamedTuple):
 
 
 class StepCompiler:
-    """Compiles the stages, the loss and the metrics of a model, once for each structure, shapes and types of a batch.
+    """Compiles the stages, the loss and the metrics of a model, and caches them by the specs of a batch.
 
     Args:
         stages: Compiles the stages of a built and compiled model, whose weights are on the devices of their stages.
@@ -79,7 +79,7 @@ class StepCompiler:
         return [first, *map(first.on, self.other_devices)]
 
     def compile_replicas(self, batch: Any, *, training: bool) -> list[CompiledStep]:
-        """Return the compiled stages, loss and metrics of each replica, cached for each kind of batch.
+        """Return the compiled stages, loss and metrics of each replica.
 
         Args:
             batch: A global batch, or a symbolic one.

@@ -231,11 +231,11 @@ class PipelineSteps:
         microbatches = Microbatches(plain, count, usual_size, sizes, first_number, self._hosts)
         if isinstance(batch, StagedBatch):
             replicas = zip(batch.shares, self._readers, self._devices, strict=True)
-            return [microbatches.reading(share, readers, devices[-1]) for share, readers, devices in replicas]
+            return [microbatches.for_replica(share, readers, devices[-1]) for share, readers, devices in replicas]
         with tf.device(HOST):
             values = self._staged.flat_inputs(plain[0])
         return [
-            microbatches.reading(Share(None, [values[value] for value, _ in readers], None), readers, None)
+            microbatches.for_replica(Share(None, [values[value] for value, _ in readers], None), readers, None)
             for readers in self._readers
         ]
 

@@ -119,10 +119,10 @@ def from_sizes(sizes: Sequence[int], num_calls: int, num_stages: int) -> list[in
                 f"balance must give each stage at least 1 layer call, received {size} for stage {stage} in "
                 f"{list(sizes)}; use fewer stages, or move a layer call to stage {stage}."
             )
-    if sum(sizes) != num_calls:
+    if missing := num_calls - sum(sizes):
         raise ValueError(
             f"balance must add up to the {num_calls} layer calls of the model, received {list(sizes)}, which adds up "
-            f"to {sum(sizes)}; {_too_many_or_few(num_calls - sum(sizes))}."
+            f"to {sum(sizes)}; {f'add {missing}' if missing > 0 else f'take {-missing} away'}."
         )
     return list(sizes)
 
@@ -167,10 +167,6 @@ def from_names(cut_before: Sequence[str], names: Sequence[str], num_stages: int)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _too_many_or_few(missing: int) -> str:
-    return f"add {missing}" if missing > 0 else f"take {-missing} away"
 
 
 def _position(name: str, names: Sequence[str]) -> int:

@@ -209,7 +209,7 @@ def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size
     sizes = [(variable, num_bytes(variable)) for variable in first_used]
     return CallCost(
         *measured,
-        parameters=sum(_size(variable.shape) for variable in first_used),
+        parameters=sum(math.prod(variable.shape) for variable in first_used),
         weight_bytes=sum(size for _, size in sizes),
         trainable_bytes=sum(size for variable, size in sizes if variable.trainable),
         activation_bytes=microbatch_size * sum(bytes_per_example(value) for value in call.outputs),
@@ -236,10 +236,6 @@ def update_trainable_bytes(graph: Graph, costs: Sequence[CallCost]) -> list[Call
         dataclasses.replace(cost, trainable_bytes=current.trainable_bytes)
         for cost, current in zip(costs, unmeasured, strict=True)
     ]
-
-
-def _size(shape: Sequence[int | None]) -> int:
-    return math.prod(size or 1 for size in shape)
 
 
 def _repeated_to_size(tensor: Any, num_examples: int) -> Any:

@@ -134,7 +134,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     _check(schedule, durations)
     spans = _spans(schedule, durations)
     free_seconds = [0.0, *(span.end_seconds for span in spans)]
-    update_seconds = max(_sum_per_device(schedule, durations.update_seconds))
+    updates = durations.update_seconds
+    update_seconds = max(sum(updates[device :: schedule.num_devices]) for device in range(schedule.num_devices))
     return Timeline(
         len(schedule.actions),
         tuple(sorted(spans, key=lambda span: (span.begin_seconds, span.device))),
@@ -223,10 +224,6 @@ def _action_seconds(schedule: Schedule, durations: Durations) -> dict[Kind, Sequ
 
 def _scale(schedule: Schedule, durations: Durations) -> Sequence[float]:
     return durations.microbatch_scale or (1.0,) * schedule.num_microbatches
-
-
-def _sum_per_device(schedule: Schedule, per_stage: Sequence[float]) -> list[float]:
-    return [sum(per_stage[device :: schedule.num_devices]) for device in range(schedule.num_devices)]
 
 
 def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int], replica: int = 0) -> int:

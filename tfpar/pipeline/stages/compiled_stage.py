@@ -141,7 +141,7 @@ class CompiledStage:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """Which totals over the batch each loss needs that the layers compute."""
+        """For each loss that the layers compute, the totals over the batch that it needs."""
         return self.trace.ways
 
     @property
@@ -360,7 +360,7 @@ class CompiledStage:
         self.subgraphs[0](known)
         changed = [known[state.ref()] for state in trace.new_states if state is not None]
         return ForwardResults(
-            own([_composite(output, known) for output in trace.outputs]),
+            own(tf.nest.map_structure(lambda leaf: known[leaf.ref()], list(trace.outputs), expand_composites=True)),
             own([None if mask is None else known[mask.ref()] for mask in trace.masks]),
             [known[loss.ref()] for loss in trace.losses],
             bundled(changed, self.device),
@@ -429,8 +429,3 @@ def _read_by(
 
 def _pairs(tensors: Sequence[tf.Tensor], values: Sequence[tf.Tensor]) -> Known:
     return {tensor.ref(): value for tensor, value in zip(tensors, values, strict=True)}
-
-
-def _composite(tensor: Any, known: Known) -> Any:
-    """Return the value of a tensor of the traced graph, which may be ragged or sparse."""
-    return tf.nest.map_structure(lambda component: known[component.ref()], tensor, expand_composites=True)

@@ -109,7 +109,7 @@ class StageCompiler:
         Args:
             inputs: Specs of a batch of any size, in the structure of the model's inputs.
             trainable: A key that identifies the trained weights.
-            ways: Which totals over the batch each loss needs that layers compute, in the order of the stages.
+            ways: For each loss that layers compute, in order, the totals over the batch that it needs.
             training: Whether the model is trained.
 
         Raises:
@@ -190,7 +190,7 @@ class StageCompiler:
             stage: The layer calls, inputs and outputs.
             inputs: The spec of each input.
             device: The first device of the stage.
-            ways: Which totals over the batch losses need that layers compute, for this stage and all later ones.
+            ways: For each loss that layers of this or a later stage compute, the totals over the batch that it needs.
             equal: Cache of compiled stages, to which this one may be added.
             training: Whether the model is trained.
             unused_outputs: Outputs that no loss depends on, which receive no gradients.

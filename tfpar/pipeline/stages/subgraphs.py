@@ -133,7 +133,9 @@ def extract_subgraphs(
     subgraphs, whole = [], graph.as_graph_def()
     for index, ops in enumerate(ops_of):
         outer = _outer_inputs(ops)
-        later = _used(ops_of[index + 1 :], results[index + 1 :])
+        # Later subgraphs read these tensors, or return them. Those that this one computes are saved.
+        later = [tensor for later_ops in ops_of[index + 1 :] for tensor in _outer_inputs(later_ops)]
+        later += itertools.chain(*results[index + 1 :])
         if recompute and index == 0:
             later = [tensor for tensor in later if tensor.op.op_def.is_stateful]
         later = [tensor for tensor in later if tensor.op not in weight_ops]
@@ -227,11 +229,6 @@ def _in_order(ops: set[tf.Operation], rank: Mapping[tf.Operation, float]) -> Ite
         op = by_name[heapq.heappop(ready)[1]]
         yield op
         sorter.done(op)
-
-
-def _used(ops_of: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Return the inputs and results of subgraphs. Earlier subgraphs save those that they compute."""
-    return [tensor for ops in ops_of for tensor in _outer_inputs(ops)] + list(itertools.chain(*results))
 
 
 def _needed(tensors: Sequence[tf.Tensor], more: Iterable[tf.Operation], stop: set[tf.Operation]) -> set[tf.Operation]:

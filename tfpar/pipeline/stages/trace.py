@@ -79,7 +79,7 @@ class StageTrace:
         masks: The Keras mask of each output, or None.
         new_states: The new value of each state; None if unchanged.
         losses: The losses that the layers add, scalars.
-        ways: Which totals over the batch each loss needs that the layers compute.
+        ways: For each loss that the layers compute, the totals over the batch that it needs.
         uses_global_generator: Whether a layer uses Keras' global generator, whose state is not an argument.
         serves_equal_stages: Whether the trace depends only on the layer calls, so that equal stages can share it.
         unmasked: Whether each input has lost its mask: Keras' MultiHeadAttention removes those of its inputs.

@@ -49,7 +49,7 @@ class StageTracer:
         training: Whether the model is trained.
         accumulates: Whether gradients are added to those of earlier micro-batches.
         unused_outputs: Outputs that no loss depends on.
-        ways: Which totals over the batch losses need that layers compute, for this stage and all later ones.
+        ways: For each loss that layers of this or a later stage compute, the totals over the batch that it needs.
     """
 
     stage: Stage
