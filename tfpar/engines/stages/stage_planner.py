@@ -165,7 +165,7 @@ class StagePlanner:
                 splits_backward=self._schedule.splits_backward,
                 accumulates=self._schedule.microbatches_per_replica > 1,
                 shards_weights=self._shards_weights,
-                divided=dict(enumerate(calls for _, calls in self.divided_stages(model))),
+                sharded_calls=dict(enumerate(calls for _, calls in self.divided_stages(model))),
                 groups=self._groups,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )

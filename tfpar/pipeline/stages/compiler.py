@@ -77,7 +77,7 @@ class StageCompiler:
         shards_weights: Whether a device gathers the weights of a stage for each action.
         pads: Whether stages compiled by XLA may pad micro-batches to a fixed size, because all layers are independent
             of the batch, and random layers differ from those of one device anyway.
-        divided: The sharded layer calls of each stage, by its index.
+        sharded_calls: The sharded layer calls of each stage, by its index.
         groups: All devices of a sharded stage, by its first device.
     """
 
@@ -93,14 +93,14 @@ class StageCompiler:
         accumulates: bool,
         shards_weights: bool,
         pads: bool,
-        divided: Mapping[int, ShardedCalls] | None = None,
+        sharded_calls: Mapping[int, ShardedCalls] | None = None,
         groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.staged = StagedModel(model, graph, stages, devices)
         self._outputs = tuple(keras.tree.flatten(graph.outputs))
         self._recompute, self._splits_backward, self._pads = recompute, splits_backward, pads
         self._accumulates, self._shards_weights = accumulates, shards_weights
-        self._divided, self._groups = divided or {}, groups or {}
+        self._sharded, self._groups = sharded_calls or {}, groups or {}
         self._compiled: dict[bool, tuple[Any, CompiledStages]] = {}  # evaluate and predict share theirs
 
     def compile(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> CompiledStages:
@@ -145,7 +145,7 @@ class StageCompiler:
     @property
     def _jit_compile(self) -> bool:
         """Whether XLA compiles the stages. It cannot compile sharded ones, which run on several devices."""
-        return bool(self.staged.model.jit_compile) and not self._divided
+        return bool(self.staged.model.jit_compile) and not self._sharded
 
     def _pads_lookups(self, training: bool) -> bool:
         """Return whether padding may add rows of zeros to sparse gradients.
@@ -195,12 +195,12 @@ class StageCompiler:
             training: Whether the model is trained.
             unused_outputs: Outputs that no loss depends on, which receive no gradients.
         """
-        divided = self._divided.get(stage.index)
-        devices = (device,) if divided is None else tuple(self._groups[device])
+        calls = self._sharded.get(stage.index)
+        devices = (device,) if calls is None else tuple(self._groups[device])
         metric_states = _metric_states(stage)
         variables = _by_role([*stage.variables, *metric_states, *random_state.states_of_no_layer()], training)
         tracer = StageTracer(
-            stage, inputs, variables, devices, divided, self._scores, training, self._accumulates, unused_outputs, ways
+            stage, inputs, variables, devices, calls, self._scores, training, self._accumulates, unused_outputs, ways
         )
         key = tracer.key
         known = equal.get(key)
@@ -222,7 +222,7 @@ class StageCompiler:
     @property
     def _scores(self) -> frozenset[Value]:
         """The outputs of the model that only the loss reads. The last stage may send them in shards."""
-        return frozenset(self.staged.stages[-1].outputs).intersection(self._outputs) if self._divided else frozenset()
+        return frozenset(self.staged.stages[-1].outputs).intersection(self._outputs) if self._sharded else frozenset()
 
     def _trace(self, tracer: StageTracer) -> tuple[StageTracer, StageTrace]:
         """Trace a stage; return also the tracer, with all variables that the layers read."""

@@ -44,7 +44,7 @@ class StageTracer:
         inputs: The spec of each input.
         variables: The variables whose values are arguments of the graph.
         devices: The device of each shard of the stage.
-        divided: The sharded layer calls; None for a stage on one device.
+        sharded_calls: The sharded layer calls; None for a stage on one device.
         sharded_outputs: Outputs that may be sent in shards, because only the loss reads them.
         training: Whether the model is trained.
         accumulates: Whether gradients are added to those of earlier micro-batches.
@@ -56,7 +56,7 @@ class StageTracer:
     inputs: Sequence[ValueSpec]
     variables: StageVariables
     devices: Sequence[str]
-    divided: ShardedCalls | None
+    sharded_calls: ShardedCalls | None
     sharded_outputs: Container[Value]
     training: bool
     accumulates: bool
@@ -120,8 +120,8 @@ class StageTracer:
                 refuse_mixed_losses(self.stage, forward.whole_losses, sent.outputs, losses, values)
                 inputs = [tensor for tensor in differentiable if tensor is not None]
                 refuse_hidden_reads(graph, variables.parameters, arguments[: variables.num_trained], inputs)
-            serves_equal_stages = self.divided is None and _follows_from_calls(graph, forward)
-            with contextlib.nullcontext() if self.divided is None else follow_data():
+            serves_equal_stages = self.sharded_calls is None and _follows_from_calls(graph, forward)
+            with contextlib.nullcontext() if self.sharded_calls is None else follow_data():
                 backward = self._backward(sent.outputs, losses, scale, differentiable, variable_values, sources)
         return StageTrace(
             graph, tuple(values), tuple(variable_values), position, scale, sent.outputs, sent.activations, sent.masks,
@@ -160,10 +160,10 @@ class StageTracer:
             keras_losses_in_call.scalars_weighted(lambda _: position.fraction),
             in_part(self.ways, position.sums, position.fraction) as in_call,
         ):
-            if self.divided is None:
+            if self.sharded_calls is None:
                 model_graph.run(self.stage.calls, tensors, self.training)
             else:
-                self.divided.run(tensors, self.training)
+                self.sharded_calls.run(tensors, self.training)
             after = [scope.get_current_value(variable) for variable, _ in whole]
             uses_global_generator = random_state.draws_from_no_layer(scope, variables.states)
         changed = [None if new is old else new for new, (_, old) in zip(after, whole, strict=True)]
