@@ -107,7 +107,7 @@ def _more_microbatches(
     Transfers are assumed to take as long as now, as if latency dominated.
     """
     schedule, batch = record.schedule, run.settings.get("training.global_batch_size")
-    replica = schedule.of_one_replica
+    replica = schedule.first_replica
     if schedule.name not in _SCHEDULES or not is_number(batch) or set(durations.microbatch_scale) - {1.0}:
         return
     for factor in (2, 4):

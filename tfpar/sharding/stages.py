@@ -19,7 +19,7 @@ from tfpar._compat.models import keras_model
 from tfpar._compat.variables import keras_variables
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
-from tfpar.pipeline.partition.stages import Stage, owner_of, users_of
+from tfpar.pipeline.partition.stages import Stage, variable_owners, variable_readers
 from tfpar.placement.owners import homes
 from tfpar.sharding import updates
 from tfpar.sharding.model_sharding import ModelSharding, ShardingRule
@@ -128,7 +128,7 @@ def divide_stages(
     for stage, first in zip(stages, devices[0], strict=True):
         sharding = sharding_of(model, graph, len(groups[first]), user_rules, stage.calls, whole)
         found[stage.index] = sharding, DividedStage(stage.calls, stage.outputs, sharding.rules, groups[first])
-    home_of = homes(model, owner_of(stages, model.variables), len(devices))
+    home_of = homes(model, variable_owners(stages, model.variables), len(devices))
 
     def devices_of(variable: Any) -> list[str]:
         replica, stage = home_of[id(variable)]
@@ -151,4 +151,4 @@ def _whole(model: keras.Model, graph: Graph, stages: Sequence[Stage]) -> dict[in
         for one in model.variables
         if one.regularizer is not None and type(one.regularizer) not in _SUMS
     }
-    return found | {key: "several stages read it" for key, users in users_of(stages).items() if len(users) > 1}
+    return found | {key: "several stages read it" for key, users in variable_readers(stages).items() if len(users) > 1}

@@ -8,7 +8,7 @@ import keras
 
 from tfpar._compat.models import keras_model
 from tfpar._compat.variables import keras_variables
-from tfpar.pipeline.partition.layer_settings import settings_of, settings_of_model
+from tfpar.pipeline.partition.layer_settings import model_settings, operation_settings
 
 _IN_TRAINING = (
     keras.layers.Dropout,
@@ -98,7 +98,7 @@ def _settings_in_steps(model: keras.Model, training: bool) -> dict[str, Hashable
     Attributes of a layer of the user's may change in its own call, as a counter does.
     """
     return {
-        layer.path or layer.name: settings_of(layer, with_trainable=False)
+        layer.path or layer.name: operation_settings(layer, with_trainable=False)
         for layer in keras_model.all_layers(model)
         if keras_model.is_of_keras(type(layer))
         and not isinstance(layer, keras.Model)
@@ -109,4 +109,4 @@ def _settings_in_steps(model: keras.Model, training: bool) -> dict[str, Hashable
 def _settings(model: keras.Model) -> list[Hashable]:
     """Return the settings of a model, without `trainable`: gradients are computed for each compilation."""
     others = [layer for layer in keras_model.all_layers(model) if layer is not model]
-    return [settings_of_model(model), *(settings_of(layer, with_trainable=False) for layer in others)]
+    return [model_settings(model), *(operation_settings(layer, with_trainable=False) for layer in others)]

@@ -28,7 +28,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
 from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
-from tfpar.pipeline.execution.other_workers import LocalPart, Peers
+from tfpar.pipeline.execution.other_workers import BatchSizes, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.steps import Apply, PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance
@@ -333,7 +333,7 @@ class StageEngine(SingleReplica):
     def _cost_of_order(self, model: keras.Model) -> str:
         """Return a sentence about the memory of a step with its forward passes first; empty where it is the same."""
         before, after = (
-            max(schedules.peak_activations(schedule.of_one_replica))
+            max(schedules.peak_activations(schedule.first_replica))
             for schedule in (self._planner.schedule_of(model), self.schedule_of(model))
         )
         if before == after:
@@ -391,11 +391,11 @@ class StageEngine(SingleReplica):
             batch, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         self._steps[model].run_again(batch, part, kind)
 
-    def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
+    def _local(self, element: Any) -> tuple[Any, BatchSizes | None]:
         """Return the local batch of an element, and what part of the global batch it is; None for all of it."""
         return element, None
 
-    def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
+    def _local_alone(self, element: Any) -> tuple[Any, BatchSizes | None]:
         """Return what `_local` does, as if the local batch were the global batch; no message to other workers."""
         return self._local(element)
 

@@ -20,15 +20,15 @@ from tfpar.engines.stages.model_version import ModelVersion
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.analysis.link_timing import measure_transfers
+from tfpar.pipeline.analysis.communication_timing import measure_transfers
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
-from tfpar.pipeline.partition.stages import bytes_per_example, owner_of
-from tfpar.pipeline.partition.traffic import Grid, by_traffic
+from tfpar.pipeline.partition.stages import bytes_per_example, variable_owners
+from tfpar.pipeline.partition.traffic import Grid, sort_by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
-from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.pipeline.schedule.transfer_hiding import hide_transfers
 from tfpar.pipeline.stages.compiler import StageCompiler
 from tfpar.placement.owners import homes
 from tfpar.placement.weight_devices import place_weights
@@ -165,7 +165,7 @@ class StagePlanner:
                 splits_backward=self._schedule.splits_backward,
                 accumulates=self._schedule.microbatches_per_replica > 1,
                 shards_weights=self._shards_weights,
-                divided=dict(enumerate(calls for _, calls in self.divided_stages(model))),
+                sharded_calls=dict(enumerate(calls for _, calls in self.divided_stages(model))),
                 groups=self._groups,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
@@ -267,13 +267,13 @@ class StagePlanner:
         if self._agree is not None:  # measured times, and free memory, differ between workers
             partition = partition.with_sizes(self._agree([len(stage.calls) for stage in partition.stages]))
         grids = [_stage_devices(schedule, order) for order in self._orders]
-        self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
+        self._grids[model] = sort_by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
         if self._groups:
             grid, groups = self._grids[model][0].devices, self._groups
             with self._raising():
                 self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
         else:
-            devices, stages = self._grids[model][0].devices, owner_of(partition.stages, model.variables)
+            devices, stages = self._grids[model][0].devices, variable_owners(partition.stages, model.variables)
             home_of = homes(model, stages, len(devices), shards_weights=self._shards_weights)
             place_weights(model, home_of, devices)
         self._partitions[model] = partition
@@ -295,7 +295,7 @@ class StagePlanner:
             for name in ("forward_seconds", "backward_seconds")
         )
         durations = Durations(forward, backward, (), (), transfer_seconds)
-        self._schedules[model] = hiding_transfers(schedule, durations)
+        self._schedules[model] = hide_transfers(schedule, durations)
         memory, limit_bytes = self.memory_of(model), self._memory_limit_bytes or self._free_bytes
         if limit_bytes is not None and max(partition.device_bytes(memory, schedule.num_devices)) > limit_bytes:
             self._schedules[model] = schedule

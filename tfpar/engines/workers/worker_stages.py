@@ -22,7 +22,7 @@ from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.stage_sums import StageSums, place_of
 from tfpar.engines.workers.worker import Worker
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.execution.other_workers import LocalPart
+from tfpar.pipeline.execution.other_workers import BatchSizes
 from tfpar.pipeline.execution.steps import Apply
 from tfpar.pipeline.schedule.simulator import Timeline
 
@@ -128,13 +128,13 @@ class WorkerStages(ShardsState, Worker, StageEngine):
         staged, devices = self._steps[model].staged(batch, counts[0])
         return StepBatch((staged, *counts), [*devices, *(HOST for _ in tf.nest.flatten(counts))])
 
-    def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
+    def _local(self, element: Any) -> tuple[Any, BatchSizes | None]:
         batch, num_counted, *_ = element
-        return batch, LocalPart(num_counted, self._global_size(element))
+        return batch, BatchSizes(num_counted, self._global_size(element))
 
-    def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
+    def _local_alone(self, element: Any) -> tuple[Any, BatchSizes | None]:
         batch, num_counted, *_ = element
-        return batch, LocalPart(num_counted, num_counted)
+        return batch, BatchSizes(num_counted, num_counted)
 
 
 def _local_batch(element: Any) -> Any:

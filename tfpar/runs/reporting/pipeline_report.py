@@ -61,7 +61,7 @@ def draw_trace(
     if not trainer.strategy.is_chief:
         return None
     num_workers = measured.num_devices // len(preview.schedule.actions)
-    schedule = preview.schedule.of_one_replica.replicated(preview.schedule.num_replicas * num_workers)
+    schedule = preview.schedule.first_replica.replicated(preview.schedule.num_replicas * num_workers)
     actions = dataclasses.replace(
         preview.durations,
         update_seconds=(),
