@@ -14,7 +14,7 @@ from tfpar._compat import keras_callbacks
 State = dict[str, dict[str, Any]]
 
 
-def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
+def read(callbacks: Sequence[keras.callbacks.Callback]) -> State:
     """Return the state of callbacks: attributes that are numbers, text, arrays, and lists or dicts of these.
 
     Arrays of Python objects are not state.

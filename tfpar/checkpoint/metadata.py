@@ -54,7 +54,7 @@ class Checkpoint:
         parts: Metric variables of each replica, `[replicas, ...]`, by name.
         step: Updates of the optimizer; None in files of older versions.
         position: The position of the run.
-        callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
+        callbacks: JSON values and arrays, as `callback_state.read` returns them.
         run: The identity of the run that wrote it; "" in files of older versions.
         stored: The places of state variables that stay in a file until their holders read them, by name.
         has_part_files: Whether a part of it is in other files.
@@ -85,7 +85,7 @@ def pack(
         parts: Metric variables of each replica, `[replicas, ...]`, by name, already copied.
         step: Updates of the optimizer.
         position: The position of the run.
-        callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
+        callbacks: JSON values and arrays, as `callback_state.read` returns them.
         run: The identity of the run.
     """
     extracted: dict[str, np.ndarray] = {}

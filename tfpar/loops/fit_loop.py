@@ -133,7 +133,7 @@ class FitLoop:
         return logs
 
     def _resume(self, initial_epoch: int, epochs: int) -> None:
-        self._initial_callbacks = callback_state.remembered(self._callbacks.callbacks)
+        self._initial_callbacks = callback_state.read(self._callbacks.callbacks)
         fresh = Position(epoch=keras_model.restored_epoch(self._model) or initial_epoch)
         self._position, callbacks = broadcast_initial_state(self._model, self._strategy, self._checkpoints, fresh)
         callback_state.restore(self._callbacks.callbacks, callbacks)
@@ -210,9 +210,7 @@ class FitLoop:
             if not self._strategy.is_chief:
                 return
             with self._callbacks.errors.deferring(_CHECKPOINT):
-                state = callback_state.changed(
-                    callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
-                )
+                state = callback_state.changed(callback_state.read(self._callbacks.callbacks), self._initial_callbacks)
                 state |= {_EPOCH_BEGIN: self._epoch_begin.rates, _BEGAN: self._began}
                 self._checkpoints.save(self._model, with_data(self._position, self._epoch_iterator), state, parts)
 
