@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import small
-from tfpar.checkpoint import Checkpoints, Position, file_format, held_copies, holders, part_files
+from tfpar.checkpoint import Checkpoints, Position, file_format, holders, part_files, remote_copies
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 Patch = pytest.MonkeyPatch
@@ -136,13 +136,13 @@ def test_a_worker_without_the_disk_gets_all_parts_in_one_message(
 def test_the_state_at_the_time_of_save_is_written(
     model: keras.Model, tmp_path: Path, held: set[str], monkeypatch: Patch
 ) -> None:
-    expected, write = small.state(model), held_copies.Copies.write
+    expected, write = small.state(model), remote_copies.Copies.write
 
-    def late(copies: held_copies.Copies, prefix: str) -> list[str]:
+    def late(copies: remote_copies.Copies, prefix: str) -> list[str]:
         reset(model)
         return write(copies, prefix)
 
-    monkeypatch.setattr(held_copies.Copies, "write", late)
+    monkeypatch.setattr(remote_copies.Copies, "write", late)
     save(model, tmp_path, int(model.optimizer.iterations))
     assert not np.array_equal(small.state(model)[0], expected[0])
     restored_epoch(model, tmp_path)
@@ -184,7 +184,7 @@ def test_copies_of_other_devices_are_in_the_memory_of_the_host(monkeypatch: Patc
     monkeypatch.setattr(holders, "hosts_of", lambda variables: dict.fromkeys(variables, HOST))
     with tf.device("CPU:1"):
         away = keras.Variable([1.0, 2.0])
-    (copies,), _ = held_copies.copy(keras.Model(), {"weights/away": away})
+    (copies,), _ = remote_copies.copy(keras.Model(), {"weights/away": away})
     assert away.value.device.endswith("CPU:1")
     assert [tensor.device for tensor in copies.tensors.values()] == [HOST]
 
@@ -223,11 +223,11 @@ def test_a_full_disk_of_a_holder_keeps_the_checkpoint_before(
     save(model, tmp_path, 1)
     before = names(tmp_path)
 
-    def full(copies: held_copies.Copies, prefix: str) -> list[str]:
+    def full(copies: remote_copies.Copies, prefix: str) -> list[str]:
         Path(f"{prefix}.data-00000-of-00001.tempstate1").touch()
         raise tf.errors.ResourceExhaustedError(None, None, "no space")
 
-    monkeypatch.setattr(held_copies.Copies, "write", full)
+    monkeypatch.setattr(remote_copies.Copies, "write", full)
     with pytest.raises(OSError, match="No space left on device on worker 0") as raised:
         save(model, tmp_path, 2)
     assert raised.value.errno == errno.ENOSPC

@@ -27,7 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar.checkpoint import file_format, held_copies, holders, metadata, model_state, part_files
+from tfpar.checkpoint import file_format, holders, metadata, model_state, part_files, remote_copies
 from tfpar.checkpoint.background_writer import Background
 from tfpar.checkpoint.folder import Folder
 from tfpar.checkpoint.metadata import Checkpoint, Position
@@ -37,7 +37,7 @@ from tfpar.reduction import objective
 __all__ = ["Checkpoints", "Position", "Snapshot"]
 
 
-Parts = Sequence[tuple[keras.Variable, np.ndarray]]
+ReplicaMetrics = Sequence[tuple[keras.Variable, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Snapshot:
     step: int
     arrays: dict[str, np.ndarray]
     state: dict[str, Any]
-    copies: Sequence[held_copies.Copies]
+    copies: Sequence[remote_copies.Copies]
 
 
 class Checkpoints:
@@ -128,14 +128,16 @@ class Checkpoints:
         self.wait()
         return time.monotonic() - self._saved_at >= self._every_seconds
 
-    def save(self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()) -> Path | None:
+    def save(
+        self, model: keras.Model, position: Position, callbacks: dict[str, Any], replica_metrics: ReplicaMetrics = ()
+    ) -> Path | None:
         """Write a checkpoint, after the previous write, and remove those beyond `keep`.
 
         Args:
             model: The model, with its optimizer and metrics.
             position: The position of the run.
             callbacks: The state of callbacks, from `callback_state.read`.
-            parts: Metric variables and their values on each replica, from `Engine.metric_parts`.
+            replica_metrics: Metric variables and their values on each replica, from `Engine.replica_metrics`.
 
         Returns:
             The file, complete after `wait`; None if a weight is not finite, in which case nothing is written.
@@ -145,7 +147,7 @@ class Checkpoints:
         """
         self.wait()
         self._make_folder()
-        snapshot = self.snapshot(model, position, callbacks, parts)
+        snapshot = self.snapshot(model, position, callbacks, replica_metrics)
         self._saved_at = time.monotonic()
         if snapshot is None:
             return None
@@ -159,18 +161,18 @@ class Checkpoints:
         return path
 
     def snapshot(
-        self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()
+        self, model: keras.Model, position: Position, callbacks: dict[str, Any], replica_metrics: ReplicaMetrics = ()
     ) -> Snapshot | None:
         """Return a copy of the training state, from the arguments of `save`; None if a weight is not finite."""
         variables = model_state.state_variables(model)
-        copies, finite = held_copies.copy(model, variables)
+        copies, finite = remote_copies.copy(model, variables)
         if not finite:
             return None
         arrays, finite = model_state.read_at_once(model, without=holders.hosts_of(variables))
         if not finite:
             return None
         names = model_state.names(model)
-        named = {names[id(variable)]: values for variable, values in parts if id(variable) in names}
+        named = {names[id(variable)]: values for variable, values in replica_metrics if id(variable) in names}
         arrays |= {name: model_state.storable(values.sum(axis=0, dtype=values.dtype)) for name, values in named.items()}
         step = int(model.optimizer.iterations.numpy())
         return Snapshot(step, *metadata.pack(arrays, named, step, position, callbacks, self._folder.identity()), copies)
@@ -193,14 +195,14 @@ class Checkpoints:
         self,
         model: keras.Model,
         assign: model_state.Assign = keras.Variable.assign,
-        assign_parts: model_state.Assign | None = None,
+        assign_replicas: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]] | None:
         """Restore the newest undamaged checkpoint; other processes read their own variables.
 
         Args:
             model: The model, with its optimizer and metrics.
             assign: Sets a variable.
-            assign_parts: Sets a metric variable on each replica. None: only the sum over replicas is restored.
+            assign_replicas: Sets a metric variable on each replica. None: only the sum over replicas is restored.
 
         Returns:
             The position and the state of callbacks; None if there is no checkpoint.
@@ -216,7 +218,7 @@ class Checkpoints:
         hosts = holders.hosts_of(model_state.state_variables(model))
         holders.check_folder(self.directory, sorted(set(hosts.values())))
         newest = self._newest(hosts)
-        return None if newest is None else self._assign(model, newest[1], assign, assign_parts)
+        return None if newest is None else self._assign(model, newest[1], assign, assign_replicas)
 
     def read(self) -> bytes | None:
         """Return the newest undamaged checkpoint as bytes for `load` on other workers; None if there is none.
@@ -239,7 +241,7 @@ class Checkpoints:
         model: keras.Model,
         blob: bytes,
         assign: model_state.Assign = keras.Variable.assign,
-        assign_parts: model_state.Assign | None = None,
+        assign_replicas: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]]:
         """Restore the bytes that `read` returned on any worker.
 
@@ -247,7 +249,7 @@ class Checkpoints:
             model: The model, with its optimizer and metrics.
             blob: The bytes of a checkpoint.
             assign: Sets a variable.
-            assign_parts: Sets a metric variable on each replica. None: only the sum over replicas is restored.
+            assign_replicas: Sets a metric variable on each replica. None: only the sum over replicas is restored.
 
         Returns:
             The position and the state of callbacks.
@@ -256,7 +258,7 @@ class Checkpoints:
             ValueError: If the checkpoint is of another model or damaged.
         """
         _build_optimizers(model)
-        return self._assign(model, metadata.unpack(blob), assign, assign_parts)
+        return self._assign(model, metadata.unpack(blob), assign, assign_replicas)
 
     def position(self) -> Position | None:
         """Return the position of the newest undamaged checkpoint; None if there is no checkpoint.
@@ -287,13 +289,13 @@ class Checkpoints:
         model: keras.Model,
         checkpoint: Checkpoint,
         assign: model_state.Assign,
-        assign_parts: model_state.Assign | None,
+        assign_replicas: model_state.Assign | None,
     ) -> tuple[Position, dict[str, Any]]:
         step = checkpoint.step  # None in older files
         origin = f"The newest file in {self.directory}" if step is None else str(self._path(step))
         model_state.assign_arrays(model_state.state_variables(model), checkpoint.arrays, origin, assign)
-        if assign_parts is not None:
-            model_state.assign_parts(model, checkpoint.parts, assign_parts)
+        if assign_replicas is not None:
+            model_state.assign_replica_metrics(model, checkpoint.replica_metrics, assign_replicas)
         return checkpoint.position, checkpoint.callbacks
 
     def _path(self, step: int) -> Path:

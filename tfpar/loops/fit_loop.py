@@ -205,7 +205,7 @@ class FitLoop:
         """Write a checkpoint at the chief; all workers take part."""
         if self._checkpoints is None:
             return
-        parts = self._strategy.engine.metric_parts(self._model)
+        parts = self._strategy.engine.replica_metrics(self._model)
         with self._strategy.engine.whole_state(self._model, self._checkpoints.directory):
             if not self._strategy.is_chief:
                 return

@@ -34,7 +34,7 @@ def broadcast_initial_state(
     """
     if strategy.num_workers == 1:
         engine = strategy.engine
-        restored = None if checkpoints is None else checkpoints.restore(model, engine.assign, engine.assign_parts)
+        restored = None if checkpoints is None else checkpoints.restore(model, engine.assign, engine.assign_replicas)
         return restored or (position, {})
     facts = {"the model": model_state.describe(model), "its settings": equal_workers.settings_of(model)}
     strategy.job.require_equal(facts)
@@ -44,7 +44,7 @@ def broadcast_initial_state(
     callbacks: dict[str, Any] = {}
     if resumes and checkpoints is not None:
         blob = strategy.job.broadcast(checkpoint)
-        position, callbacks = checkpoints.load(model, blob, strategy.engine.assign, strategy.engine.assign_parts)
+        position, callbacks = checkpoints.load(model, blob, strategy.engine.assign, strategy.engine.assign_replicas)
     else:
         _broadcast(model, strategy)
         position = dataclasses.replace(position, epoch=int(epoch))

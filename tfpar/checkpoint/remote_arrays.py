@@ -1,4 +1,4 @@
-"""Arrays of checkpoints, read by the process that needs them into its own memory."""
+"""Arrays of checkpoints that other processes read into their own memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ _UNREADABLE = (tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError, tf.err
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldArray:
-    """An array of a checkpoint in the memory of the process that needs it.
-
-    Args:
-        host: The CPU of the process.
-        tensor: The array.
-    """
+class RemoteArray:
+    """An array in the memory of another process, whose CPU is `host`."""
 
     host: str
     tensor: tf.Tensor
@@ -37,20 +32,20 @@ class HeldArray:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of the array."""
-        found: np.dtype[Any] = np.dtype(self.tensor.dtype.as_numpy_dtype)
-        return found
+        dtype: np.dtype[Any] = np.dtype(self.tensor.dtype.as_numpy_dtype)
+        return dtype
 
-    def astype(self, dtype: np.dtype[Any]) -> HeldArray:
-        """Return the array in another type."""
+    def astype(self, dtype: np.dtype[Any]) -> RemoteArray:
+        """Return the array converted to another type."""
         with tf.device(self.host):
-            return HeldArray(self.host, tf.cast(self.tensor, dtype))
+            return RemoteArray(self.host, tf.cast(self.tensor, dtype))
 
-    def is_as_finite_as(self, other: HeldArray) -> bool:
-        """Return whether the same elements are finite in another array."""
+    def is_as_finite_as(self, other: RemoteArray) -> bool:
+        """Return whether the same elements of both arrays are finite."""
         with tf.device(self.host):
             finite = [
-                tf.math.is_finite(one.tensor) if one.tensor.dtype.is_floating else tf.ones(one.shape, tf.bool)
-                for one in (self, other)
+                tf.math.is_finite(array.tensor) if array.tensor.dtype.is_floating else tf.ones(array.shape, tf.bool)
+                for array in (self, other)
             ]
             return bool(tf.reduce_all(finite[0] == finite[1]))
 
@@ -63,23 +58,23 @@ def _read(path: tf.Tensor, offset: tf.Tensor, num_bytes: tf.Tensor, rest: tf.Ten
 
 @functools.cache
 def _compiled_read() -> Any:
-    """Return `_read` as one function for the devices of all processes."""
+    """Return `_read`, traced once for the devices of all processes."""
     numbers = [tf.TensorSpec([], tf.int64)] * 3
     return tf.function(_read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.string), *numbers)
 
 
-def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, HeldArray]:
-    """Read arrays of files, each in the process that needs it, all processes at the same time.
+def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, RemoteArray]:
+    """Read each array in the process that needs it, in all processes at the same time.
 
     Args:
-        places: The places of the arrays by name, weights with the prefix `weights/`.
-        hosts: The CPU of the process that needs it, by name.
+        places: The location of each array by name; names of weights begin with `weights/`.
+        hosts: The CPU of the process that needs each array, by name.
 
     Raises:
         DamagedError: If bytes are missing or changed, or a weight is not finite.
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If a file is missing.
     """
-    arrays: dict[str, HeldArray] = {}
+    arrays: dict[str, RemoteArray] = {}
     checks: dict[str, list[tf.Tensor]] = {}
     compiled = _compiled_read()
     for name, place in places.items():
@@ -87,7 +82,7 @@ def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, He
             rest = place.path.stat().st_size - place.offset - place.num_bytes
             where = [tf.constant(number, tf.int64) for number in (place.offset, place.num_bytes, rest)]
             content, checked = compiled(tf.constant(str(place.path.absolute())), *where)
-            arrays[name] = HeldArray(hosts[name], _typed(content, place))
+            arrays[name] = RemoteArray(hosts[name], _typed(content, place))
             is_weight = name.startswith("weights/") and place.dtype.kind == "f"
             finite = tf.reduce_all(tf.math.is_finite(arrays[name].tensor)) if is_weight else tf.constant(True)
             checks[name] = [checked, finite]

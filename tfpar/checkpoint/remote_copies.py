@@ -1,4 +1,4 @@
-"""Copies of variables in the memory of the process that holds them, and the files that this process writes of them."""
+"""Copies of variables in the memory of the other process that holds them, which it writes to a file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tfpar.per_model import PerModel
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of variables in the memory of their holder.
+    """Copies of variables in the memory of the process that holds these.
 
     Args:
-        host: The CPU of the holder.
+        host: The CPU of that process.
         tensors: The copies by name.
-        writer: The compiled function that writes them.
+        writer: The compiled function that writes them to a file.
     """
 
     host: str
@@ -29,20 +29,20 @@ class Copies:
     writer: Any
 
     def write(self, prefix: str) -> list[str]:
-        """Write the copies to a file of their holder, in the order of `tensors`; return their checksums.
+        """Write the copies to a file, in the order of `tensors`, and return their checksums.
 
         Args:
-            prefix: An absolute path, on the holder too; TensorFlow adds the number of the file to it.
+            prefix: An absolute path in that process; TensorFlow appends a suffix.
 
         Raises:
-            tf.errors.OpError: If they cannot be written.
+            tf.errors.OpError: If the file cannot be written.
         """
         with tf.device(self.host):
             return checksums.texts(self.writer(tf.constant(prefix), *self.tensors.values()))
 
 
 class _Holder:
-    """The compiled functions for the variables of one process.
+    """The compiled functions that copy and write the variables of one process.
 
     Args:
         host: The CPU of the process.
@@ -51,7 +51,7 @@ class _Holder:
 
     def __init__(self, host: str, memories: dict[str, tf.Variable]) -> None:
         self.host, self.memories = host, memories
-        # Concrete functions, as TensorFlow warns of a function that it traces for each of many holders.
+        # Concrete functions, as TensorFlow warns about functions that are traced for many holders.
         with tf.device(host):
             self._copy = tf.function(self._copies, autograph=False).get_concrete_function()
         specs = [tf.TensorSpec(memory.shape, _stored_type(memory.dtype)) for memory in memories.values()]
@@ -65,20 +65,17 @@ class _Holder:
             return [tf.cast(value, _stored_type(value.dtype)) for value in values], finite
 
     def copy(self) -> tuple[Copies, tf.Tensor]:
-        """Return copies, and whether the weights among them are finite, both in the memory of the holder.
-
-        On a CPU a copy shares the memory of its variable until the variable is updated.
-        """
+        """Return copies, and a tensor that is True if the weights among them are finite."""
         with tf.device(self.host):
             values, finite = self._copy()
         return Copies(self.host, dict(zip(self.memories, values, strict=True)), self._writer), finite
 
 
 def _write(prefix: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
-    """Write tensors one after another; return their checksums.
+    """Write tensors to a file and return their checksums.
 
-    `SaveV2` writes the bytes of tensors in the order of their names, without a gap
-    (tensorflow/core/util/tensor_bundle/tensor_bundle.h), next to an index of its own that is not needed here.
+    `SaveV2` writes the bytes of tensors in the order of their names, without gaps
+    (tensorflow/core/util/tensor_bundle/tensor_bundle.h), and an index file that is not needed here.
     """
     names = [f"{index:08d}" for index in range(len(tensors))]
     sums = [checksums.of_bytes(tensor) for tensor in tensors]
@@ -90,34 +87,39 @@ def _write(prefix: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
 
 
 def _stored_type(dtype: tf.DType) -> tf.DType:
-    """Return the type in which a variable is stored: float32 for bfloat16, which NumPy does not have."""
+    """Return the type in the file: float32 for bfloat16, which NumPy lacks."""
     return tf.float32 if dtype == tf.bfloat16 else dtype
 
 
 def copy(model: keras.Model, variables: Mapping[str, Any]) -> tuple[list[Copies], bool]:
-    """Copy the variables of other processes in their own memory; return the copies, and whether weights are finite.
+    """Copy the variables of other processes in the memory of these, and return whether the weights are finite.
 
     Args:
-        model: The model; the compiled functions for its variables are kept with it.
-        variables: State variables by name, weights with the prefix `weights/`.
+        model: The model, with which the compiled functions are kept.
+        variables: State variables by name; names of weights begin with `weights/`.
 
     Example:
         >>> copy(model, {})
         ([], True)
     """
-    of_hosts: dict[str, dict[str, tf.Variable]] = {}
+    memories: dict[str, dict[str, tf.Variable]] = {}
     for name, host in holders.hosts_of(variables).items():
-        of_hosts.setdefault(host, {})[name] = tf_distribute.local_memory(variables[name])
-    found = _holders.get(model)
-    if found is None or not _are_of(found, of_hosts):
-        found = _holders[model] = [_Holder(host, memories) for host, memories in of_hosts.items()]
-    copies = [holder.copy() for holder in found]
-    return [one for one, _ in copies], all(bool(finite) for _, finite in copies)
+        memories.setdefault(host, {})[name] = tf_distribute.local_memory(variables[name])
+    model_holders = _holders.get(model)
+    if model_holders is None or not _hold(model_holders, memories):
+        model_holders = _holders[model] = [_Holder(host, variables) for host, variables in memories.items()]
+    results = [holder.copy() for holder in model_holders]
+    return [copies for copies, _ in results], all(bool(finite) for _, finite in results)
 
 
 _holders: PerModel[list[_Holder]] = PerModel()
 
 
-def _are_of(known_holders: Sequence[_Holder], of_hosts: Mapping[str, Mapping[str, tf.Variable]]) -> bool:
-    known = {holder.host: [(name, id(memory)) for name, memory in holder.memories.items()] for holder in known_holders}
-    return known == {host: [(name, id(one)) for name, one in found.items()] for host, found in of_hosts.items()}
+def _hold(model_holders: Sequence[_Holder], memories: Mapping[str, Mapping[str, tf.Variable]]) -> bool:
+    """Return whether holders were compiled for exactly these variables."""
+
+    def identities(variables: Mapping[str, tf.Variable]) -> list[tuple[str, int]]:
+        return [(name, id(variable)) for name, variable in variables.items()]
+
+    compiled = {holder.host: identities(holder.memories) for holder in model_holders}
+    return compiled == {host: identities(variables) for host, variables in memories.items()}
