@@ -1,4 +1,4 @@
-"""TensorFlow's errors about the memory of a device, as one sentence with the way out."""
+"""Out-of-memory errors of TensorFlow, explained in one sentence."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _DEVICE = re.compile(r"device:([A-Z]+:\d+)")
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """Return one sentence about an error of the memory of a device; None for another error.
-
-    Args:
-        error: Any error.
+    """Return a sentence about an out-of-memory error of a device; None for any other error.
 
     Example:
         >>> message = "OOM when allocating tensor with shape[8,4] and type float on /job:localhost/device:GPU:0 by"
@@ -27,8 +24,8 @@ def sentence_of(error: BaseException) -> str | None:
     """
     if not isinstance(error, tf.errors.ResourceExhaustedError) or not _IS_MEMORY.search(error.message):
         return None
-    found, tensor = _DEVICE.search(error.message), _TENSOR.search(error.message)
-    device = found[1] if found else "A device"
+    name, tensor = _DEVICE.search(error.message), _TENSOR.search(error.message)
+    device = name[1] if name else "A device"
     what = "an operation could not allocate it"
     if tensor:
         kind = f" and type {tensor[2]}" if tensor[2] else ""
@@ -41,7 +38,7 @@ def sentence_of(error: BaseException) -> str | None:
 
 
 def _in_use(device: str) -> str:
-    """Return a sentence with the memory of a GPU that is in use; empty if it is not known."""
+    """Return a sentence with the memory in use on a GPU; empty if unknown."""
     if not device.startswith("GPU:"):
         return ""
     cards, index = gpu_cards.cards_of_gpus(), int(device[4:])
