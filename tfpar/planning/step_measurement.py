@@ -58,7 +58,7 @@ def measure(make_trainer: MakeTrainer, make_strategy: Callable[[], Strategy]) ->
     """
     gc.collect()  # the models of earlier layouts
     try:
-        with user_warnings.in_trial(), as_python_errors():
+        with user_warnings.suppressed(), as_python_errors():
             strategy = make_strategy()  # before TensorFlow starts, where it has not yet
             with random_state.preserved_random_state():
                 peaks = _Peaks()
