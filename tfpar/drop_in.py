@@ -106,5 +106,5 @@ def _trainer_of(model: keras.Model, method: str, settings: Mapping[str, Any]) ->
             f"Use tfpar.Trainer(model, strategy).{method}(...)."
         )
     keyword_arguments.check(getattr(Trainer, method), f"tfpar.{method}", settings)
-    trainer: Trainer = model_methods.kept_trainer(model, Trainer)
+    trainer: Trainer = model_methods.get_or_make_trainer(model, Trainer)
     return trainer

@@ -22,7 +22,7 @@ from tfpar.loops.agreement.failure_reports import reported
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate, predict
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
-from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_of
+from tfpar.loops.model_function import ModelOrFunction, check_arguments, make_model
 from tfpar.loops.preparation import Preparation
 from tfpar.loops.step_calls import limited_epochs, limited_steps
 from tfpar.messages import keyword_arguments
@@ -71,7 +71,7 @@ class Trainer:
         self.strategy = strategies.strategy_of(build_model) if exists else strategies.resolve(strategy)
         self.seed = None if seed is None else int(seed)
         self.fused = fused
-        self.model = model_of(build_model, self.strategy, self.seed)
+        self.model = make_model(build_model, self.strategy, self.seed)
         self.model._tfpar_trainer = weakref.ref(self)  # tfpar.fit uses this trainer while it exists
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy, fused)

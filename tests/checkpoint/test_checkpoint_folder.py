@@ -109,10 +109,10 @@ def test_an_older_checkpoint_of_another_run_is_not_removed_as_the_oldest(model: 
 
 def test_all_files_of_a_folder_carry_one_identity(model: keras.Model, tmp_path: Path) -> None:
     paths = [save(model, tmp_path, step) for step in (1, 2)]
-    first, second = (file_format.run_of(path) for path in paths)
+    first, second = (file_format.read_run(path) for path in paths)
     assert first == second
     assert first
-    assert file_format.run_of(save(model, tmp_path / "other", 1)) not in (first, "", None)
+    assert file_format.read_run(save(model, tmp_path / "other", 1)) not in (first, "", None)
 
 
 # --- forged -----------------------------------------------------------------------------------------------------------

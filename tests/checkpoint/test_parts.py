@@ -46,12 +46,12 @@ def held(monkeypatch: Patch) -> set[str]:
     """Another process, which is this one again, holds all of the model but its metrics and counters."""
     names: set[str] = set()
 
-    def hosts_of(variables: dict[str, Any]) -> dict[str, str]:
+    def remote_hosts(variables: dict[str, Any]) -> dict[str, str]:
         found = {name: HOST for name, variable in variables.items() if "dense" in name or "dropout" in name}
         names.update(found)
         return found
 
-    monkeypatch.setattr(holders, "hosts_of", hosts_of)
+    monkeypatch.setattr(holders, "remote_hosts", remote_hosts)
     return names
 
 
@@ -94,7 +94,7 @@ def test_what_some_processes_wrote_is_read_by_others(
         with monkeypatch.context() as patch:
             if by_holders:
                 patch.setattr(
-                    holders, "hosts_of", lambda variables: {name: HOST for name in variables if "dense" in name}
+                    holders, "remote_hosts", lambda variables: {name: HOST for name in variables if "dense" in name}
                 )
             work(model, tmp_path, int(model.optimizer.iterations))
             if work is not save:
@@ -181,7 +181,7 @@ def widened(layer: keras.Layer) -> keras.Layer:
 
 def test_copies_of_other_devices_are_in_the_memory_of_the_host(monkeypatch: Patch) -> None:
     """As of a GPU: a copy there would take its memory until the file is written."""
-    monkeypatch.setattr(holders, "hosts_of", lambda variables: dict.fromkeys(variables, HOST))
+    monkeypatch.setattr(holders, "remote_hosts", lambda variables: dict.fromkeys(variables, HOST))
     with tf.device("CPU:1"):
         away = keras.Variable([1.0, 2.0])
     (copies,), _ = remote_copies.copy(keras.Model(), {"weights/away": away})
@@ -275,9 +275,9 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_is_used(
     damage: Callable[[Path, Path], None],
     read_by_holders: bool,
 ) -> None:
-    of_holders = {"hosts_of": lambda variables: {name: HOST for name in variables if "dense" in name}}
+    of_holders = {"remote_hosts": lambda variables: {name: HOST for name in variables if "dense" in name}}
     with monkeypatch.context() as patch:
-        patch.setattr(holders, "hosts_of", of_holders["hosts_of"])
+        patch.setattr(holders, "remote_hosts", of_holders["remote_hosts"])
         save(model, tmp_path, 1)
         weights = model.get_weights()
         model.set_weights([weight + weight.dtype.type(1) for weight in weights])
@@ -286,7 +286,7 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_is_used(
     older, part = parts(tmp_path)
     damage(part, older)
     if read_by_holders:
-        monkeypatch.setattr(holders, "hosts_of", of_holders["hosts_of"])
+        monkeypatch.setattr(holders, "remote_hosts", of_holders["remote_hosts"])
     assert restored_epoch(model, tmp_path) == 1
     small.assert_same_state(model.get_weights(), weights)
     (line,) = capsys.readouterr().err.splitlines()

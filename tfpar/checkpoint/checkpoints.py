@@ -168,7 +168,7 @@ class Checkpoints:
         copies, finite = remote_copies.copy(model, variables)
         if not finite:
             return None
-        arrays, finite = model_state.read_at_once(model, without=holders.hosts_of(variables))
+        arrays, finite = model_state.read_at_once(model, without=holders.remote_hosts(variables))
         if not finite:
             return None
         names = model_state.names(model)
@@ -215,7 +215,7 @@ class Checkpoints:
         self._check_writable()
         if file_format.paths(self.directory):
             _build_optimizers(model)
-        hosts = holders.hosts_of(model_state.state_variables(model))
+        hosts = holders.remote_hosts(model_state.state_variables(model))
         holders.check_folder(self.directory, sorted(set(hosts.values())))
         newest = self._newest(hosts)
         return None if newest is None else self._assign(model, newest[1], assign, assign_replicas)

@@ -8,15 +8,15 @@ import numpy as np
 import tensorflow as tf
 
 
-def of_bytes(tensor: Any) -> tf.Tensor:
+def fingerprint(tensor: Any) -> tf.Tensor:
     """Return the 64-bit FarmHash fingerprint of a tensor's bytes, `[1, 8]`, on the current device."""
     return tf.raw_ops.Fingerprint(data=tf.reshape(tensor, [1, -1]), method="farmhash64")
 
 
-def texts(fingerprints: tf.Tensor) -> list[str]:
+def to_hex(fingerprints: tf.Tensor) -> list[str]:
     """Return each of the fingerprints `[fingerprints, 8]` as 16 hexadecimal digits.
 
-    >>> texts(tf.constant([[0, 1, 2, 3, 4, 5, 6, 255]], tf.uint8))
+    >>> to_hex(tf.constant([[0, 1, 2, 3, 4, 5, 6, 255]], tf.uint8))
     ['00010203040506ff']
     """
     return [row.tobytes().hex() for row in fingerprints.numpy()]
@@ -30,4 +30,4 @@ def checksum(array: np.ndarray) -> str:
         16
     """
     with tf.device("CPU:0"):
-        return texts(of_bytes(np.ascontiguousarray(array).reshape(-1).view("uint8")))[0]
+        return to_hex(fingerprint(np.ascontiguousarray(array).reshape(-1).view("uint8")))[0]

@@ -140,10 +140,10 @@ def paths(directory: Path) -> list[Path]:
     return sorted((path for path in named if path.is_symlink() or not path.is_dir()), key=_order)
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step in the name of a checkpoint file.
 
-    >>> step_of(Path("checkpoints/step-00000240.npz"))
+    >>> parse_step(Path("checkpoints/step-00000240.npz"))
     240
     """
     match = _NAME.fullmatch(path.name)
@@ -153,7 +153,7 @@ def step_of(path: Path) -> int:
 
 def _order(path: Path) -> tuple[int, str]:
     """Return the sort key of a file: the step comes first, as names of steps beyond 99,999,999 are longer."""
-    return step_of(path), path.name
+    return parse_step(path), path.name
 
 
 def encode(arrays: NamedArrays) -> bytes:
@@ -189,7 +189,7 @@ def decode_partly(source: Path | bytes, stays: Predicate) -> tuple[dict[str, np.
             raise DamagedError(f"{error}"[:100]) from error
 
 
-def run_of(path: Path) -> str | None:
+def read_run(path: Path) -> str | None:
     """Return the identity of the run that wrote a file, "" if it has none; None if the file is damaged."""
     state = _read_state(path)
     return None if state is None else str(state.get("run", ""))

@@ -28,7 +28,7 @@ class Folder:
     def identity(self) -> str:
         """Return the identity of the run."""
         if self._run is None:
-            runs = (file_format.run_of(path) for path in reversed(file_format.paths(self.path)))
+            runs = (file_format.read_run(path) for path in reversed(file_format.paths(self.path)))
             self._run = next((run for run in runs if run is not None), uuid.uuid4().hex)
         return self._run
 
@@ -65,7 +65,7 @@ class Folder:
 
     def _refuse_others(self, paths: Sequence[Path]) -> None:
         """Raise an error if there are checkpoints of another run: they would be resumed from, or removed."""
-        runs = {path: file_format.run_of(path) for path in paths}
+        runs = {path: file_format.read_run(path) for path in paths}
         others = [path for path, run in runs.items() if run not in (None, self.identity())]
         if others:
             raise ValueError(
@@ -81,7 +81,7 @@ class Folder:
 
 def _read(path: Path, hosts: Mapping[str, str] | None) -> Checkpoint:
     checkpoint = metadata.unpack(path, lambda name: hosts is None or name in hosts)
-    if checkpoint.step not in (None, file_format.step_of(path)):
+    if checkpoint.step not in (None, file_format.parse_step(path)):
         raise file_format.DamagedError(f"it is of step {checkpoint.step}")
     if not hosts:
         return checkpoint

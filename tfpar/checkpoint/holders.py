@@ -23,11 +23,11 @@ _FOLDER_ERRORS = (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.e
                   tf.errors.UnimplementedError, tf.errors.UnknownError)  # fmt: skip
 
 
-def hosts_of(variables: Mapping[str, Any]) -> dict[str, str]:
+def remote_hosts(variables: Mapping[str, Any]) -> dict[str, str]:
     """Return, by name, the CPU of the process that holds a variable, for each variable of another process.
 
     Example:
-        >>> hosts_of({"weights/kernel": keras.Variable([1.0])})
+        >>> remote_hosts({"weights/kernel": keras.Variable([1.0])})
         {}
     """
     memories = {name: tf_distribute.local_memory(variable) for name, variable in variables.items()}

@@ -53,7 +53,7 @@ class RemoteArray:
 def _read(path: tf.Tensor, offset: tf.Tensor, num_bytes: tf.Tensor, rest: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     records = tf.data.FixedLengthRecordDataset(path, num_bytes, header_bytes=offset, footer_bytes=rest)
     content = tf.io.decode_raw(records.get_single_element(), tf.uint8)
-    return content, checksums.of_bytes(content)
+    return content, checksums.fingerprint(content)
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, Re
             checks[name] = [checked, finite]
     for name, (checked, finite) in checks.items():
         with _damage_of(name, places[name]):
-            if places[name].checksum not in ("", *checksums.texts(checked)):
+            if places[name].checksum not in ("", *checksums.to_hex(checked)):
                 raise DamagedError(f"{name[:60]} in {places[name].path.name} is changed, or of another checkpoint")
             if not bool(finite):
                 raise DamagedError(f"{name[:60]} is not finite")

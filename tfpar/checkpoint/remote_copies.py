@@ -38,7 +38,7 @@ class Copies:
             tf.errors.OpError: If the file cannot be written.
         """
         with tf.device(self.host):
-            return checksums.texts(self.writer(tf.constant(prefix), *self.tensors.values()))
+            return checksums.to_hex(self.writer(tf.constant(prefix), *self.tensors.values()))
 
 
 class _Holder:
@@ -78,7 +78,7 @@ def _write(prefix: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
     (tensorflow/core/util/tensor_bundle/tensor_bundle.h), and an index file that is not needed here.
     """
     names = [f"{index:08d}" for index in range(len(tensors))]
-    sums = [checksums.of_bytes(tensor) for tensor in tensors]
+    sums = [checksums.fingerprint(tensor) for tensor in tensors]
     written = tf.raw_ops.SaveV2(
         prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(tensors), tensors=list(tensors)
     )
@@ -103,7 +103,7 @@ def copy(model: keras.Model, variables: Mapping[str, Any]) -> tuple[list[Copies]
         ([], True)
     """
     memories: dict[str, dict[str, tf.Variable]] = {}
-    for name, host in holders.hosts_of(variables).items():
+    for name, host in holders.remote_hosts(variables).items():
         memories.setdefault(host, {})[name] = tf_distribute.local_memory(variables[name])
     model_holders = _holders.get(model)
     if model_holders is None or not _hold(model_holders, memories):

@@ -14,12 +14,12 @@ _TENSOR = re.compile(r"allocating tensor with shape ?(\[[\d,]*\])(?: and type (\
 _DEVICE = re.compile(r"device:([A-Z]+:\d+)")
 
 
-def sentence_of(error: BaseException) -> str | None:
+def explain(error: BaseException) -> str | None:
     """Return a sentence about an out-of-memory error of a device; None for any other error.
 
     Example:
         >>> message = "OOM when allocating tensor with shape[8,4] and type float on /job:localhost/device:GPU:0 by"
-        >>> sentence_of(tf.errors.ResourceExhaustedError(None, None, message))
+        >>> explain(tf.errors.ResourceExhaustedError(None, None, message))
         'GPU:0 must have memory for the step, and a tensor of shape [8,4] and type float could not be allocated. ...'
     """
     if not isinstance(error, tf.errors.ResourceExhaustedError) or not _IS_MEMORY.search(error.message):

@@ -19,7 +19,7 @@ from tfpar.strategies import Strategy, model_scopes
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
 
 
-def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None) -> keras.Model:
+def make_model(build_model: ModelOrFunction, strategy: Strategy, seed: int | None) -> keras.Model:
     """Build a model in the scope of a strategy, or move a built model into it.
 
     Args:

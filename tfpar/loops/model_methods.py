@@ -103,7 +103,7 @@ def _with_new_trainer(
 ) -> Any:
     strategy: Strategy = model_scopes.noted_strategy(model)
     barriers.barrier(strategy.job, _ON_BATCH.get(name, name))
-    kept_trainer(model, make_trainer)
+    get_or_make_trainer(model, make_trainer)
     return getattr(model, name)(*arguments, **settings)
 
 
@@ -134,7 +134,7 @@ def _is_overridden(model: keras.Model, name: str) -> bool:
 def _inner_models(model: keras.Model) -> list[keras.Model]:
     """Return the models inside of a model, at any depth, that have no trainer of their own."""
     layers = [layer for layer in keras_model.all_layers(model) if layer is not model]
-    return [layer for layer in layers if isinstance(layer, keras.Model) and trainer_of(layer) is None]
+    return [layer for layer in layers if isinstance(layer, keras.Model) and get_trainer(layer) is None]
 
 
 def _replace_inner(inner: keras.Model, make_trainer: Callable[..., Any], *, replaces: bool) -> None:
@@ -150,7 +150,7 @@ def _replace_inner(inner: keras.Model, make_trainer: Callable[..., Any], *, repl
 def _through_trainer(
     model: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> Any:
-    return getattr(kept_trainer(model, make_trainer), name)(*arguments, **settings)
+    return getattr(get_or_make_trainer(model, make_trainer), name)(*arguments, **settings)
 
 
 def _refuse_on_batch(inner: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
@@ -198,20 +198,20 @@ def _save_atomically(model: keras.Model, name: str, filepath: str | Path, *argum
         method(model, unfinished, *arguments, **settings)
 
 
-def trainer_of(model: keras.Model) -> Any:
+def get_trainer(model: keras.Model) -> Any:
     """Return the newest trainer of a model; None if it has none, or not any more."""
     trainer = getattr(model, "_tfpar_trainer", None)
     return trainer() if isinstance(trainer, weakref.ref) else trainer
 
 
-def kept_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> Any:
+def get_or_make_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> Any:
     """Return the newest trainer of a model, or create one, under the model's strategy, that the model keeps alive.
 
     Args:
         model: A model.
         make_trainer: The class of trainers.
     """
-    trainer = trainer_of(model)
+    trainer = get_trainer(model)
     if trainer is None:
         trainer = make_trainer(model, strategy_of(model), seed=None)  # replaces the model's methods
         model._tfpar_trainer = trainer

@@ -110,7 +110,7 @@ def as_python_errors(explain: UserMessage = lambda error: None) -> Iterator[None
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        raise MemoryError(memory_errors.sentence_of(error) or data.cause_of(error)) from error
+        raise MemoryError(memory_errors.explain(error) or data.cause_of(error)) from error
     except tf.errors.OpError as error:
         raise ValueError(explain(error) or data.cause_of(error)) from error
 

@@ -179,7 +179,7 @@ class RunDirectory:
         """Return the identity that a run's checkpoints carry: "" if an older version wrote them."""
         from tfpar.checkpoint import file_format  # imports NumPy, which a finished run does without
 
-        found = (file_format.run_of(path) for path in reversed(file_format.paths(self.checkpoints)))
+        found = (file_format.read_run(path) for path in reversed(file_format.paths(self.checkpoints)))
         return next((run for run in found if run is not None), "")
 
     def record(self, text: str) -> None:

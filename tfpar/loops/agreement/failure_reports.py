@@ -72,7 +72,7 @@ def reported(
                 raise
             raise type(error)(error.node_def, error.op, _OTHERS_CANCELLED) from error
         except tf.errors.ResourceExhaustedError as error:
-            sentence = memory_errors.sentence_of(error)
+            sentence = memory_errors.explain(error)
             if sentence is None:
                 raise
             raise type(error)(error.node_def, error.op, sentence) from error
