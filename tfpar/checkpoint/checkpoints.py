@@ -291,8 +291,7 @@ class Checkpoints:
         assign: model_state.Assign,
         assign_replicas: model_state.Assign | None,
     ) -> tuple[Position, dict[str, Any]]:
-        step = checkpoint.step  # None in older files
-        origin = f"The newest file in {self.directory}" if step is None else str(self._path(step))
+        origin = str(self._path(checkpoint.step))
         model_state.assign_arrays(model_state.state_variables(model), checkpoint.arrays, origin, assign)
         if assign_replicas is not None:
             model_state.assign_replica_metrics(model, checkpoint.replica_metrics, assign_replicas)

@@ -32,8 +32,6 @@ PART_FILES = "part_files"  # in the JSON of the file
 # Also matches the names under which TensorFlow writes a part file.
 _PART_NAME = re.compile(r"step-[0-9]+\.[0-9a-f]{8}\.[0-9]+-of-[0-9]+\..+")
 _NAME = re.compile(r"step-([0-9]+)\.npz")
-_LEFT_BY_OLDER_VERSIONS = "step-*.unfinished"
-
 NamedArrays = Iterable[tuple[str, np.ndarray]]
 Predicate = Callable[[str], bool]
 _BLOCK_BYTES = 1 << 20
@@ -91,8 +89,6 @@ def write(path: Path, arrays: NamedArrays, keep: int) -> None:
         with _one_writer:
             path.parent.mkdir(exist_ok=True)
             atomic_file.remove_unfinished(path.parent, "step-")
-            for unfinished in path.parent.glob(_LEFT_BY_OLDER_VERSIONS):
-                unfinished.unlink()
             try:
                 with _closed(arrays), atomic_file.new(path) as file:
                     _pack(file, arrays)
@@ -190,9 +186,9 @@ def decode_partly(source: Path | bytes, stays: Predicate) -> tuple[dict[str, np.
 
 
 def read_run(path: Path) -> str | None:
-    """Return the identity of the run that wrote a file, "" if it has none; None if the file is damaged."""
-    state = _read_state(path)
-    return None if state is None else str(state.get("run", ""))
+    """Return the identity of the run that wrote a file; None if the file is damaged."""
+    run = (_read_state(path) or {}).get("run")
+    return run if isinstance(run, str) else None
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:

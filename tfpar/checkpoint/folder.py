@@ -81,7 +81,7 @@ class Folder:
 
 def _read(path: Path, hosts: Mapping[str, str] | None) -> Checkpoint:
     checkpoint = metadata.unpack(path, lambda name: hosts is None or name in hosts)
-    if checkpoint.step not in (None, file_format.parse_step(path)):
+    if checkpoint.step != file_format.parse_step(path):
         raise file_format.DamagedError(f"it is of step {checkpoint.step}")
     if not hosts:
         return checkpoint

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from tfpar.checkpoint.file_format import PART_FILES, STATE, DamagedError, Predic
 
 _REPLICAS = "replicas/"
 _LARGEST = 2**63 - 1  # of TensorFlow's integers
-_NOT_IN_OLDER_FILES = {"steps_per_epoch", "batch_size"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Position:
         passes: Completed passes over the dataset.
         batches: Global batches read in the current pass.
         stopped: Whether a callback has ended the training.
-        steps_per_epoch: Steps of the current epoch; 0 if unknown, or in older files.
-        batch_size: Examples in the first global batch of a pass; 0 in older files.
+        steps_per_epoch: Steps of the current epoch; 0 if unknown.
+        batch_size: Examples in the first global batch of a pass; 0 if unknown.
     """
 
     epoch: int = 0
@@ -49,17 +48,17 @@ class Checkpoint:
     Args:
         arrays: State variables by name, as `np.ndarray` or, in the memory of another process, `RemoteArray`.
         replica_metrics: Metric variables of all replicas, `[replicas, ...]`, by name.
-        step: Number of optimizer updates; None in older files.
+        step: Number of optimizer updates.
         position: The position of the run.
         callbacks: The state of callbacks, from `callback_state.read`.
-        run: The identity of the run; "" in older files.
+        run: The identity of the run.
         stored: The locations of state variables that other processes still have to read, by name.
         has_part_files: Whether it has part files.
     """
 
     arrays: dict[str, Any]
     replica_metrics: dict[str, np.ndarray]
-    step: int | None
+    step: int
     position: Position
     callbacks: dict[str, Any]
     run: str
@@ -97,7 +96,7 @@ def to_bytes(checkpoint: Checkpoint) -> bytes:
     arrays, state = pack(
         checkpoint.arrays,
         checkpoint.replica_metrics,
-        int(checkpoint.step or 0),
+        checkpoint.step,
         checkpoint.position,
         checkpoint.callbacks,
         checkpoint.run,
@@ -126,9 +125,8 @@ def unpack(source: Path | bytes, stays: Predicate = lambda name: False) -> Check
         raise DamagedError(f"its {STATE} is not JSON") from error
     if not isinstance(state, dict):
         raise DamagedError(f"its {STATE} is not an object")
-    # A flipped bit in the zip's directory can hide members. Older files lack the number.
     num_arrays = len(arrays) + len(stored)
-    if num_arrays != state.get("num_arrays", num_arrays):
+    if num_arrays != state.get("num_arrays"):  # a flipped bit in the zip's directory can hide members
         raise DamagedError(f"it has {num_arrays} arrays, and was written with another number")
     if state.get(PART_FILES):
         _add_parts(source, state, stays, arrays, stored)
@@ -137,8 +135,8 @@ def unpack(source: Path | bytes, stays: Predicate = lambda name: False) -> Check
     for name, is_finite in finite.items():
         if name.startswith("weights/") and not is_finite:
             raise DamagedError(f"{name[:60]} is not finite")  # never written by a run
-    step, run = state.get("step"), state.get("run", "")
-    if step is not None and not _is_number(step):
+    step, run = state.get("step"), state.get("run")
+    if not _is_number(step):
         raise DamagedError(f"its step is {step!r:.40}")
     if not isinstance(run, str):
         raise DamagedError(f"its run is {run!r:.40}")
@@ -171,13 +169,13 @@ def _add_parts(
     stored.update(stored_in_parts)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _position(values: Any) -> Position:
     fields = {field.name for field in dataclasses.fields(Position)}
-    if not isinstance(values, dict) or not fields - _NOT_IN_OLDER_FILES <= {*values} <= fields:
+    if not isinstance(values, dict) or {*values} != fields:
         raise DamagedError(f"its position is {values!r:.40}")
     for name, value in values.items():
         if not (isinstance(value, bool) if name == "stopped" else _is_number(value)):

@@ -53,7 +53,7 @@ class EpochBegin:
 
         Args:
             hooks: Calls its hooks.
-            rates: The attribute `rates` in the interrupted run; empty in older checkpoints.
+            rates: The attribute `rates` in the interrupted run; empty if unknown.
         """
         restored_rates = read(self._model)
         weights = dict(model_state.read_weights(self._model))
