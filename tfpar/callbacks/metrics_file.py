@@ -43,31 +43,21 @@ class MetricsFile(keras.callbacks.Callback):
             "step": step,
             **{name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
         }
-        entries = self.entries or self._known()
+        entries = self.entries or self._read()
         self.entries = [*(entry for entry in entries if entry["epoch"] <= epoch), line]
         json_lines.write(self.path, self.entries)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Restore the file if it was lost or changed."""
         if not self.entries:
-            self.entries = self._known()
+            self.entries = self._read()
         if self.entries and json_lines.read(self.path) != (self.entries, []):
             json_lines.write(self.path, self.entries)
 
-    def _known(self) -> list[dict[str, Any]]:
-        """Return the lines of earlier epochs, from the file and the history, if no checkpoint contains them."""
-        entries = {entry["epoch"]: entry for entry in [*self._from_history(), *json_lines.read_or_warn(self.path)]}
+    def _read(self) -> list[dict[str, Any]]:
+        """Return the entries of the file, for runs without checkpoints."""
+        entries = {entry["epoch"]: entry for entry in json_lines.read_or_warn(self.path)}
         return [entries[epoch] for epoch in sorted(entries)]
-
-    def _from_history(self) -> list[dict[str, Any]]:
-        """Return the model's history as lines: older checkpoints contain only the history."""
-        history = getattr(self.model, "history", None)
-        epochs = getattr(history, "epoch", None) or []
-        logs = {name: values for name, values in getattr(history, "history", {}).items() if len(values) == len(epochs)}
-        return [
-            {"epoch": epoch + 1, **{name: np.asarray(values[index]).tolist() for name, values in logs.items()}}
-            for index, epoch in enumerate(epochs)
-        ]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
