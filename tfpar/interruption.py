@@ -42,7 +42,7 @@ def unhandled() -> list[signal.Signals]:
 def interruptible(
     trainer: Interruptible, numbers: Collection[signal.Signals] = tuple(_DEFAULTS)
 ) -> Iterator[list[int]]:
-    """Stop `fit` after its step on Ctrl-C or SIGTERM, and at once on a second Ctrl-C.
+    """Stop `fit` after its step, with a checkpoint, on Ctrl-C or SIGTERM; stop at once on a second Ctrl-C.
 
     A signal to one worker stops all workers after the same step. Repeated SIGTERM is ignored, as batch systems and the
     launcher send it to every process. The context must be entered in the main thread.

@@ -30,18 +30,18 @@ class _Lock:
     def _is_mine(self) -> bool:
         return self._thread == threading.get_ident()
 
-    def take(self, kept: bool) -> None:
+    def acquire(self, kept: bool) -> None:
         if not self._is_mine:
-            self._acquire(0)
+            self._acquire_at(0)
         self._depth += 1
         self._num_kept += kept
 
-    def give(self, kept: bool) -> None:
+    def release(self, kept: bool) -> None:
         if self._is_mine:
             self._depth -= 1
             self._num_kept -= kept
             if self._depth == 0:
-                self._give_all()
+                self._release_all()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -49,17 +49,17 @@ class _Lock:
             yield
             return
         depth = self._depth
-        self._give_all()
+        self._release_all()
         try:
             yield
         finally:
-            self._acquire(depth)
+            self._acquire_at(depth)
 
-    def _acquire(self, depth: int) -> None:
+    def _acquire_at(self, depth: int) -> None:
         self._lock.acquire()
         self._thread, self._depth, self._num_kept = threading.get_ident(), depth, 0
 
-    def _give_all(self) -> None:
+    def _release_all(self) -> None:
         self._thread, self._depth = None, 0
         self._lock.release()
 
@@ -80,11 +80,11 @@ class ProcessLock:
     def __enter__(self) -> None:
         """Wait until no other thread is in the context."""
         self._lock = _locks[0]
-        self._lock.take(self._kept)
+        self._lock.acquire(self._kept)
 
     def __exit__(self, *error: object) -> None:
         """Let the next thread enter."""
-        self._lock.give(self._kept)
+        self._lock.release(self._kept)
 
 
 def paused() -> contextlib.AbstractContextManager[None]:

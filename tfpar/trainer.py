@@ -79,7 +79,7 @@ class Trainer:
         model_methods.replace_methods(self)
 
     def interrupt(self) -> None:
-        """Stop `fit` after the current call and write a checkpoint; safe to call from a signal handler."""
+        """Stop `fit` after the current call, with a checkpoint if it writes any; safe to call from a signal handler."""
         self.interrupted = True
 
     @reported
@@ -135,10 +135,10 @@ class Trainer:
             return self.strategy.preview(self.model, batch)
 
     def study(self, x: Any, y: Any = None, batch_size: int | None = None) -> Study:
-        """Report how each loss, metric and layer state is combined from parts of the batch.
+        """Report how each loss, metric and layer state of a batch is computed from its micro-batches or replicas.
 
-        `fit` makes the same study before its first step, and refuses a model whose results cannot be combined exactly.
-        In a job, every worker must call this method.
+        `fit` makes the same study before its first step, and refuses a model that cannot be computed exactly. In a job,
+        every worker must call this method.
 
         Args:
             x: A dataset or arrays, as for `fit`.
@@ -146,7 +146,7 @@ class Trainer:
             batch_size: Global batch size for arrays. Defaults to 32.
 
         Returns:
-            The study; `print` shows it as a table. It holds the reason if the model is refused.
+            The study; `print` shows it as a table, or the reason if the model is refused.
 
         Example:
             >>> print(trainer.study(dataset))

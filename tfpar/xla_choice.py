@@ -79,7 +79,7 @@ def _is_possible(model: keras.Model) -> bool:
     if (layer := keras_model.layer_without_xla(model)) is not None:
         _warn(model, f"layer {layer.name!r} ({type(layer).__name__}) does not support it")
     elif tf_determinism.is_enabled():
-        _warn(model, "operations are deterministic, for which it has not all")
+        _warn(model, "operations are deterministic, which XLA does not support for all of them")
     else:
         return True
     return False
@@ -87,7 +87,8 @@ def _is_possible(model: keras.Model) -> bool:
 
 def _warn(model: keras.Model, reason: str) -> None:
     user_warnings.warn(
-        f"Steps of {model.name!r} are not compiled with XLA: {reason}. compile(jit_compile=False) leaves this line out."
+        f"Steps of {model.name!r} are not compiled with XLA: {reason}. Write compile(jit_compile=False) to silence "
+        "this warning."
     )
 
 

@@ -131,7 +131,7 @@ def test_a_state_that_would_replace_a_method_of_a_callback_is_refused(tmp_path: 
     trainer.fit(small.data(), verbose=0, checkpoints=Checkpoints(tmp_path))
     (path,) = tmp_path.iterdir()
     forge(path, lambda state: state["callbacks"]["History.0"].update({"on_epoch_end": 3}))
-    with pytest.raises(ValueError, match=r"state of History\.0 sets 'on_epoch_end', which is no state of a callback"):
+    with pytest.raises(ValueError, match=r"state of History\.0 sets 'on_epoch_end', which is not state of a callback"):
         trainer.fit(small.data(), epochs=2, verbose=0, checkpoints=Checkpoints(tmp_path))
 
 

@@ -29,9 +29,9 @@ def test_the_memory_that_other_processes_use_is_named(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", stand_ins.nvidia_smi(tmp_path, stand_ins.table(2, used_mib=80_000)))
     assert explain(error(f"OOM when allocating tensor with shape[8,4] and type float on {PLACE} [[{{node x}}]]")) == (
         "GPU:1 must have memory for the step, and a tensor of shape [8,4] and type float could not be allocated. "
-        "nvidia-smi reports 80,000 of 81,559 MiB in use, by all processes. Use a smaller batch, "
-        "gradient_accumulation_steps with it, or a pipeline, whose devices hold a stage each, or end other processes "
-        "on the GPU."
+        "nvidia-smi reports 80,000 of 81,559 MiB in use, by all processes. Use a smaller batch with "
+        "gradient_accumulation_steps, or a pipeline, in which each device holds one stage, or end other processes on "
+        "the GPU."
     )
 
 

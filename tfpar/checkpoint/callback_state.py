@@ -62,7 +62,7 @@ def restore(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None
             inherited = getattr(type(callback), name, None)
             if name in keras_callbacks.NOT_STATE or callable(inherited) or hasattr(inherited, "__set__"):
                 raise ValueError(
-                    f"The checkpoint's state of {key} sets {name[:40]!r}, which is no state of a callback: the "
+                    f"The checkpoint's state of {key} sets {name[:40]!r}, which is not state of a callback: the "
                     "file was changed. Resume from an unchanged checkpoint."
                 )
             setattr(callback, name, value)

@@ -34,7 +34,7 @@ _CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 
 @dataclasses.dataclass(frozen=True)
-class Vote:
+class Decision:
     """What all workers have agreed on for the next call.
 
     Args:
@@ -144,14 +144,14 @@ class FitLoop:
                 print(resumption.describe(self._position, epochs, checkpoints.directory), flush=True)
         self._began |= began
 
-    def _decide(self, may_save: bool) -> Vote:
+    def _decide(self, may_save: bool) -> Decision:
         saves, ends = False, self._caller.ends_at_nonfinite
         if may_save and self._strategy.is_chief and self._checkpoints is not None:
             with self._callbacks.errors.deferring(_CHECKPOINT):
                 saves = self._checkpoints.due()
         votes = (self._caller.next_steps(), self._model.stop_training, self._interrupted(), saves, ends)
         num_steps, *counts = self._callbacks.errors.vote([float(vote) for vote in votes])
-        return Vote(int(num_steps), *(bool(count > 0) for count in counts))
+        return Decision(int(num_steps), *(bool(count > 0) for count in counts))
 
     def _epoch(self, epoch: int) -> dict[str, float]:
         """Run the remaining steps of an epoch, and return its logs."""

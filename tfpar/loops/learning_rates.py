@@ -92,9 +92,8 @@ def check_equal(model: keras.Model, job: Job) -> None:
     if differ:
         number = np.argmax(np.abs(own - means))
         raise RuntimeError(
-            f"All workers must train with one learning rate, and it is {own[number]:g} on worker {job.rank} and "
-            f"{means[number]:g} in the mean of all. Change it in a callback of every worker, by a value that all of "
-            "them have."
+            f"All workers must train with the same learning rate, and it is {own[number]:g} on worker {job.rank} and "
+            f"{means[number]:g} in the mean of all. Change it on every worker, by values that are equal on all of them."
         )
 
 

@@ -32,8 +32,8 @@ def explain(error: BaseException) -> str | None:
         what = f"a tensor of shape {tensor[1]}{kind} could not be allocated"
     others = ", or end other processes on the GPU" if device.startswith("GPU") else ""
     return (
-        f"{device} must have memory for the step, and {what}.{_in_use(device)} Use a smaller batch, "
-        f"gradient_accumulation_steps with it, or a pipeline, whose devices hold a stage each{others}."
+        f"{device} must have memory for the step, and {what}.{_in_use(device)} Use a smaller batch with "
+        f"gradient_accumulation_steps, or a pipeline, in which each device holds one stage{others}."
     )
 
 

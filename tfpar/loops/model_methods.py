@@ -81,7 +81,7 @@ def replace_methods(trainer: _Trainer) -> None:
 
 
 def give_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> None:
-    """Give a new model, in the scope of a tfpar strategy, methods that first create its trainer.
+    """Give a new model in the scope of a tfpar strategy methods that create its trainer when they are called.
 
     Args:
         model: A model; methods that its class overrides stay.

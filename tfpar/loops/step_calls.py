@@ -35,7 +35,7 @@ class NonfiniteStep(NamedTuple):
 
 @dataclasses.dataclass
 class StepCalls:
-    """Calls of a compiled loop, each of as many steps as callbacks allow and take a suitable time.
+    """Calls of a compiled loop, each of as many steps as callbacks and the measured time allow.
 
     Args:
         run_steps: The compiled loop.

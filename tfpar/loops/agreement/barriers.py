@@ -63,8 +63,8 @@ def barrier(job: Job, place: str, values: Sequence[float] = (), deferred: Deferr
             raise raised_on_all_workers(
                 ValueError(
                     "All workers must call the methods of a trainer in the same order, and "
-                    f"worker {rank} calls {other} where the chief calls {places[0]}. Call each on every worker, also "
-                    "where the chief alone uses the result."
+                    f"worker {rank} calls {other} where the chief calls {places[0]}. Call each on every worker, even "
+                    "if only the chief uses the result."
                 )
             )
     return sums[1 : 1 + len(values)]

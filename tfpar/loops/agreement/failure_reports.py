@@ -87,6 +87,6 @@ def _explaining_ends(method: str) -> Iterator[None]:
         yield
     except WorkerLostError as error:
         raise WorkerLostError(
-            f"{error} If its program has ended without a call of {method}, call it on every worker, also where the "
-            "chief alone uses the result."
+            f"{error} If its program has ended without a call of {method}, call it on every worker, even if only "
+            "the chief uses the result."
         ) from None
