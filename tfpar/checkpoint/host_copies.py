@@ -37,7 +37,7 @@ def copy_to_host(model: keras.Model, variables: dict[str, Any]) -> tuple[dict[st
     if not on_gpus:
         return {}, True
     copies = _copies.get(model)
-    if copies is None or not copies.are_of(list(on_gpus.values())):
+    if copies is None or not copies.matches(list(on_gpus.values())):
         is_weight = [name.startswith("weights/") for name in on_gpus]
         copies = _copies[model] = _Copies(list(on_gpus.values()), is_weight)
     values, finite = copies.run()
@@ -71,7 +71,7 @@ class _Copies:
         self._memories = memories
         self.run = tf.function(lambda: copies_on(_HOST, memories, checked), autograph=False)
 
-    def are_of(self, memories: Sequence[tf.Variable]) -> bool:
+    def matches(self, memories: Sequence[tf.Variable]) -> bool:
         """Return whether the function copies exactly these variables."""
         return list(map(id, memories)) == list(map(id, self._memories))
 

@@ -79,16 +79,16 @@ def pack(
     Only the arrays of callbacks are copied.
     """
     extracted: dict[str, np.ndarray] = {}
-    of_replicas = {_REPLICAS + name: values for name, values in replica_metrics.items()}
+    by_replica = {_REPLICAS + name: values for name, values in replica_metrics.items()}
     state = {
         "step": step,
         "run": run,
         "position": dataclasses.asdict(position),
         "callbacks": extract_arrays(callbacks, extracted),
-        "num_arrays": len(arrays) + len(of_replicas) + len(extracted),
+        "num_arrays": len(arrays) + len(by_replica) + len(extracted),
     }
     copies = {name: array.copy() for name, array in extracted.items()}
-    return {**arrays, **of_replicas, **copies}, state
+    return {**arrays, **by_replica, **copies}, state
 
 
 def to_bytes(checkpoint: Checkpoint) -> bytes:
@@ -131,7 +131,7 @@ def unpack(source: Path | bytes, stays: Predicate = lambda name: False) -> Check
     if state.get(PART_FILES):
         _add_parts(source, state, stays, arrays, stored)
     finite = {name: array.dtype.kind not in "fc" or bool(np.isfinite(array).all()) for name, array in arrays.items()}
-    finite |= {name: place.is_finite for name, place in stored.items()}
+    finite |= {name: location.is_finite for name, location in stored.items()}
     for name, is_finite in finite.items():
         if name.startswith("weights/") and not is_finite:
             raise DamagedError(f"{name[:60]} is not finite")  # never written by a run
@@ -162,11 +162,11 @@ def _add_parts(
 ) -> None:
     if isinstance(source, bytes):
         raise DamagedError("its parts are in other files")
-    of_parts, stored_in_parts = part_files.unpack(source, state, stays)
-    if twice := {*of_parts, *stored_in_parts} & {*arrays, *stored}:
-        raise DamagedError(f"it has two arrays {min(twice)[:40]!r}")
-    arrays.update(of_parts)
-    stored.update(stored_in_parts)
+    part_arrays, part_stored = part_files.unpack(source, state, stays)
+    if repeated := {*part_arrays, *part_stored} & {*arrays, *stored}:
+        raise DamagedError(f"it has two arrays {min(repeated)[:40]!r}")
+    arrays.update(part_arrays)
+    stored.update(part_stored)
 
 
 def _is_number(value: Any) -> TypeGuard[int]:

@@ -110,39 +110,39 @@ def unpack(path: Path, state: dict[str, Any], stays: Predicate) -> tuple[dict[st
     if not isinstance(described, list):
         raise DamagedError(f"its {PART_FILES} are {described!r:.40}")
     for part in described:
-        for name, place in _places(path, part).items():
+        for name, location in _locate(path, part).items():
             if name in arrays or name in stored:
                 raise DamagedError(f"it has two arrays {name[:40]!r}")
             if stays(name):
-                stored[name] = place
+                stored[name] = location
             else:
-                arrays[name] = _read(name, place)
+                arrays[name] = _read(name, location)
     return arrays, stored
 
 
-def _places(path: Path, part: Any) -> dict[str, Stored]:
+def _locate(path: Path, part: Any) -> dict[str, Stored]:
     """Check the size of a part file, and return the locations of its arrays by name."""
     try:
         name, entries = str(part["file"]), part["arrays"]
         match = _NAME.fullmatch(name)
         if match is None or match[1] != path.stem:
             raise DamagedError(f"its part {name[:60]!r} is of another checkpoint")
-        file, offset, places = path.with_name(name), 0, {}
+        file, offset, locations = path.with_name(name), 0, {}
         for entry in entries:
             is_valid = _TYPE.fullmatch(entry["type"]) and _CHECKSUM.fullmatch(entry["checksum"])
             if not is_valid or not all(isinstance(size, int) and size > 0 for size in entry["shape"]):
                 raise ValueError(entry)
-            place = Stored(file, offset, np.dtype(entry["type"]), tuple(entry["shape"]), entry["checksum"])
-            offset += place.num_bytes
-            places[str(entry["name"])] = place
-        if len(places) != len(entries):
+            location = Stored(file, offset, np.dtype(entry["type"]), tuple(entry["shape"]), entry["checksum"])
+            offset += location.num_bytes
+            locations[str(entry["name"])] = location
+        if len(locations) != len(entries):
             raise ValueError(entries)
     except DamagedError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError("the description of a part is not one that a run writes") from error
     _check_size(path, file, offset)
-    return places
+    return locations
 
 
 def _check_size(path: Path, file: Path, num_bytes: int) -> None:
@@ -157,10 +157,10 @@ def _check_size(path: Path, file: Path, num_bytes: int) -> None:
         raise DamagedError(f"its part {file.name} has {size:,} bytes, and was written with {num_bytes:,}")
 
 
-def _read(name: str, place: Stored) -> np.ndarray:
-    with atomic_file.opened(place.path) as file:
-        file.seek(place.offset)
-        array = np.frombuffer(file.read(place.num_bytes), place.dtype).reshape(place.shape).copy()
-    if checksums.checksum(array) != place.checksum:
-        raise DamagedError(f"{name[:60]} in {place.path.name} is changed, or of another checkpoint")
+def _read(name: str, location: Stored) -> np.ndarray:
+    with atomic_file.opened(location.path) as file:
+        file.seek(location.offset)
+        array = np.frombuffer(file.read(location.num_bytes), location.dtype).reshape(location.shape).copy()
+    if checksums.checksum(array) != location.checksum:
+        raise DamagedError(f"{name[:60]} in {location.path.name} is changed, or of another checkpoint")
     return array

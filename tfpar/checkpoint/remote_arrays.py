@@ -63,11 +63,11 @@ def _compiled_read() -> Any:
     return tf.function(_read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.string), *numbers)
 
 
-def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, RemoteArray]:
+def read(locations: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, RemoteArray]:
     """Read each array in the process that needs it, in all processes at the same time.
 
     Args:
-        places: The location of each array by name; names of weights begin with `weights/`.
+        locations: The location of each array by name; names of weights begin with `weights/`.
         hosts: The CPU of the process that needs each array, by name.
 
     Raises:
@@ -77,37 +77,37 @@ def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, Re
     arrays: dict[str, RemoteArray] = {}
     checks: dict[str, list[tf.Tensor]] = {}
     compiled = _compiled_read()
-    for name, place in places.items():
-        with _damage_of(name, place), tf.device(hosts[name]):
-            rest = place.path.stat().st_size - place.offset - place.num_bytes
-            where = [tf.constant(number, tf.int64) for number in (place.offset, place.num_bytes, rest)]
-            content, checked = compiled(tf.constant(str(place.path.absolute())), *where)
-            arrays[name] = RemoteArray(hosts[name], _typed(content, place))
-            is_weight = name.startswith("weights/") and place.dtype.kind == "f"
+    for name, location in locations.items():
+        with _damage_errors(name, location), tf.device(hosts[name]):
+            rest = location.path.stat().st_size - location.offset - location.num_bytes
+            where = [tf.constant(number, tf.int64) for number in (location.offset, location.num_bytes, rest)]
+            content, checked = compiled(tf.constant(str(location.path.absolute())), *where)
+            arrays[name] = RemoteArray(hosts[name], _typed(content, location))
+            is_weight = name.startswith("weights/") and location.dtype.kind == "f"
             finite = tf.reduce_all(tf.math.is_finite(arrays[name].tensor)) if is_weight else tf.constant(True)
             checks[name] = [checked, finite]
     for name, (checked, finite) in checks.items():
-        with _damage_of(name, places[name]):
-            if places[name].checksum not in ("", *checksums.to_hex(checked)):
-                raise DamagedError(f"{name[:60]} in {places[name].path.name} is changed, or of another checkpoint")
+        with _damage_errors(name, locations[name]):
+            if locations[name].checksum not in ("", *checksums.to_hex(checked)):
+                raise DamagedError(f"{name[:60]} in {locations[name].path.name} is changed, or of another checkpoint")
             if not bool(finite):
                 raise DamagedError(f"{name[:60]} is not finite")
     return arrays
 
 
-def _typed(content: tf.Tensor, place: Stored) -> tf.Tensor:
-    if place.dtype == np.dtype(bool):
-        return tf.reshape(tf.cast(content, tf.bool), place.shape)
-    size = place.dtype.itemsize
-    numbers = tf.bitcast(content if size == 1 else tf.reshape(content, [-1, size]), tf.as_dtype(place.dtype))
-    return tf.reshape(numbers, place.shape)
+def _typed(content: tf.Tensor, location: Stored) -> tf.Tensor:
+    if location.dtype == np.dtype(bool):
+        return tf.reshape(tf.cast(content, tf.bool), location.shape)
+    size = location.dtype.itemsize
+    numbers = tf.bitcast(content if size == 1 else tf.reshape(content, [-1, size]), tf.as_dtype(location.dtype))
+    return tf.reshape(numbers, location.shape)
 
 
 @contextlib.contextmanager
-def _damage_of(name: str, place: Stored) -> Iterator[None]:
+def _damage_errors(name: str, location: Stored) -> Iterator[None]:
     try:
         yield
     except tf.errors.NotFoundError as error:
-        raise FileNotFoundError(2, "No such file", str(place.path)) from error
+        raise FileNotFoundError(2, "No such file", str(location.path)) from error
     except _UNREADABLE as error:
-        raise DamagedError(f"{name[:60]} cannot be read from {place.path.name}") from error
+        raise DamagedError(f"{name[:60]} cannot be read from {location.path.name}") from error

@@ -139,7 +139,7 @@ class FitLoop:
 
     def _note_resumption(self, began: dict[str, Any], epochs: int, checkpoints: Checkpoints) -> None:
         if self._strategy.is_chief:
-            resumption.warn_of_ignored(began, self._began, learning_rates.read(self._model))
+            resumption.warn_about_ignored(began, self._began, learning_rates.read(self._model))
             if self._verbose:
                 print(resumption.describe(self._position, epochs, checkpoints.directory), flush=True)
         self._began |= began

@@ -82,7 +82,7 @@ class Preparation:
             with self._strategy.job.vote():
                 model_checks.check_trained(self._model)
         if training and self._strategy.is_chief:
-            self._warn_of_nothing_trained()
+            self._warn_if_nothing_trains()
         if training:
             self._compiled.check_trained()
         if source is not None and reused is None:
@@ -102,7 +102,7 @@ class Preparation:
         structure = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
         self._compiled.once(f"{kind} study", study, structure)
 
-    def _warn_of_nothing_trained(self) -> None:
+    def _warn_if_nothing_trains(self) -> None:
         if not any(weights for _, weights in objective.updates_of(self._model)):
             way_out = " Set `trainable` of its layers, and call compile() again." if self._model.weights else ""
             user_warnings.warn(

@@ -63,13 +63,13 @@ def check_data(job: Job, dataset: data.Batches, epoch_iterator: EpochIterator) -
     job.require_equal(facts)
 
 
-def settings_of(model: keras.Model) -> str:
+def describe_settings(model: keras.Model) -> str:
     """Return a line for each setting of a layer or of `compile`, equal on all workers that run the same program.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, "tanh")])
         >>> model.compile(keras.optimizers.SGD(0.1), "mse", loss_weights=[2.0])
-        >>> [line for line in settings_of(model).splitlines() if "activation" in line or "loss_weights" in line]
+        >>> [line for line in describe_settings(model).splitlines() if "activation" in line or "loss_weights" in line]
         ['layer 1 Dense activation: "tanh"', 'loss_weights 0: 2.0']
     """
     layers = [layer for layer in keras_model.all_layers(model) if not isinstance(layer, keras.Model)]

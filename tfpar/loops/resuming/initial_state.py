@@ -34,7 +34,7 @@ def broadcast_initial_state(
         engine = strategy.engine
         restored = None if checkpoints is None else checkpoints.restore(model, engine.assign, engine.assign_replicas)
         return restored or (position, {})
-    facts = {"the model": model_state.describe(model), "its settings": equal_workers.settings_of(model)}
+    facts = {"the model": model_state.describe(model), "its settings": equal_workers.describe_settings(model)}
     strategy.job.require_equal(facts)
     with strategy.job.vote("Reading a checkpoint"):
         checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None

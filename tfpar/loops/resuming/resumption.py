@@ -43,7 +43,7 @@ def describe(position: Position, epochs: int, directory: Path) -> str:
     return f"Resuming after {place(position)}, of {epochs} epochs, from the checkpoint in {directory}."
 
 
-def warn_of_ignored(began: Mapping[str, Any], program: Mapping[str, Any], rates: Mapping[str, float]) -> None:
+def warn_about_ignored(began: Mapping[str, Any], program: Mapping[str, Any], rates: Mapping[str, float]) -> None:
     """Warn if the seed or a learning rate of the program is ignored because the run began with another one.
 
     Args:
