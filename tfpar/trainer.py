@@ -105,7 +105,7 @@ class Trainer:
         dataset = self._preparation.batches(source, y, batch_size=batch_size, shuffle=shuffle)
         epoch_iterator, _ = self._preparation.prepare_loop(dataset, None, "train", self._built_with)
         self._built_with = (dataset, epoch_iterator)
-        return self.strategy.engine.local_batch(epoch_iterator.peek())
+        return epoch_iterator.distributed.local_batch(epoch_iterator.peek())
 
     def preview(self, x: Any, y: Any = None, batch_size: int | None = None) -> Preview:
         """Predict the time and memory of a training step from measurements on the first batch.

@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 from tfpar import data
+from tfpar.engines.distributed import Distributed
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.engines.steps.launched_steps import LaunchedSteps
 from tfpar.engines.steps.multi_step import SECONDS_PER_CALL, CallResult, LoopParts, StepLoop, StepsPerCall, compile_loop
@@ -108,7 +109,9 @@ def adder(request: pytest.FixtureRequest) -> Adder:
 
 
 def epoch_iterator(*values: float, **arguments: Any) -> EpochIterator:
-    return EpochIterator(tf.data.Dataset.from_tensor_slices([float(value) for value in values]), **arguments)
+    return EpochIterator(
+        Distributed(tf.data.Dataset.from_tensor_slices([float(value) for value in values])), **arguments
+    )
 
 
 def test_a_call_runs_the_steps_asked_for_and_leaves_the_next_batch(adder: Adder) -> None:
@@ -158,7 +161,7 @@ def test_waiting_for_data_is_measured(loop: str) -> None:
             return tf.identity(value)
 
     adder = LOOPS[loop]()
-    batches = EpochIterator(tf.data.Dataset.from_tensor_slices([1.0] * 6).map(slow))
+    batches = EpochIterator(Distributed(tf.data.Dataset.from_tensor_slices([1.0] * 6).map(slow)))
     waited = float(adder.call(batches, 4).data_wait_seconds)
     assert 0.08 < waited < 5, f"four batches of at least 0.03 s each, waited {waited:.3f} s"
     assert float(LOOPS[loop]().call(epoch_iterator(*[1] * 6), 4).data_wait_seconds) < waited
@@ -212,13 +215,17 @@ def test_an_epoch_says_whether_it_ran_out_of_data() -> None:
 
 
 def test_a_dataset_of_unknown_length_is_taken_to_its_end() -> None:
-    batches = EpochIterator(tf.data.Dataset.range(5).filter(lambda value: value % 2 == 0).map(lambda value: value))
+    batches = EpochIterator(
+        Distributed(tf.data.Dataset.range(5).filter(lambda value: value % 2 == 0).map(lambda value: value))
+    )
     assert batches.steps_per_epoch is None
     assert [drain(batches) for _ in range(2)] == [[0, 2, 4]] * 2
 
 
 def shuffled(**arguments: Any) -> EpochIterator:
-    return EpochIterator(tf.data.Dataset.range(8).shuffle(8, seed=1, reshuffle_each_iteration=True), **arguments)
+    return EpochIterator(
+        Distributed(tf.data.Dataset.range(8).shuffle(8, seed=1, reshuffle_each_iteration=True)), **arguments
+    )
 
 
 def test_every_pass_has_the_order_in_which_the_dataset_iterates() -> None:
@@ -254,7 +261,7 @@ def test_seek_moves_to_the_position_of_another_process(taken: int, steps_per_epo
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="A dataset must yield at least one batch, and this one is empty"):
-        EpochIterator(tf.data.Dataset.range(0))
+        EpochIterator(Distributed(tf.data.Dataset.range(0)))
 
 
 # The loop of predict: outputs are copied while the next step runs, and joined on the host

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import placement_cases
+from tfpar.engines.distributed import Distributed
 from tfpar.engines.steps.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.engines.steps.launched_steps import LaunchedSteps
 from tfpar.engines.steps.multi_step import LoopParts, StepLoop, compile_loop
@@ -53,7 +54,7 @@ class Recorder:
 
 
 def batches(*values: float) -> EpochIterator:
-    return EpochIterator(tf.data.Dataset.from_tensor_slices([float(value) for value in values]))
+    return EpochIterator(Distributed(tf.data.Dataset.from_tensor_slices([float(value) for value in values])))
 
 
 @each_loop

@@ -31,8 +31,8 @@ def test_a_strategy_describes_its_devices() -> None:
 
 
 def test_only_a_pipeline_has_a_schedule_to_trace() -> None:
-    assert tfpar.Pipeline(2, 8, devices=TWO).engine.has_schedule
-    assert not tfpar.Mirrored(TWO).engine.has_schedule
+    assert tfpar.Pipeline(2, 8, devices=TWO).engine.scheduled
+    assert tfpar.Mirrored(TWO).engine.scheduled is None
     with pytest.raises(ValueError, match="Only a pipeline has a schedule to trace, and the strategy is SingleDevice"):
         tfpar.SingleDevice("CPU:0").trace(small.build_model(), None)
 

@@ -1,14 +1,18 @@
 """User messages for TensorFlow's errors in an input pipeline: one sentence with the way out."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from tfpar import config
-from tfpar.data.sources import image_folder, tfds, tfrecord
 from tfpar.messages.reasons import without_control_sequences
+
+if TYPE_CHECKING:
+    from tfpar import config
 
 SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
 # What TensorFlow writes before an error of Python code: the function of the graph, then the transformations around it.
@@ -40,7 +44,7 @@ def user_message(error: BaseException, settings: config.Data) -> str | None:
         The sentence, for a label out of range, an image of the wrong shape, a record that does not match the declared
         features, or a corrupt file; otherwise None.
 
-    >>> user_message(KeyError("x"), config.Data()) is None
+    >>> user_message(KeyError("x"), tfpar.config.Data()) is None
     True
     """
     if isinstance(error, tf.errors.DataLossError):
@@ -101,6 +105,8 @@ def label_out_of_range(message: str) -> str | None:
 
 def _refused(message: str, settings: config.Data) -> str | None:
     """Return a sentence about values that the graph refuses; files are read once more if the graph names none."""
+    from tfpar.data.sources import image_folder, tfrecord
+
     is_unreadable = settings.source == "image_folder" and image_folder.UNREADABLE.search(message)
     if is_unreadable and (sentence := image_folder.corruption(settings)):
         return sentence
@@ -117,6 +123,8 @@ def _raised(message: str) -> str | None:
 
 
 def _corrupt(settings: config.Data) -> str:
+    from tfpar.data.sources import tfds, tfrecord
+
     if settings.source == "generated":
         return "TensorFlow reports lost data, but generated data have no files."
     if settings.source not in ("tfds", "tfrecord"):

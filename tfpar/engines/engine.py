@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 import numpy as np
@@ -22,13 +22,23 @@ from tfpar.engines.preview import Preview, ReplicaRow, replicas_table
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.engines.steps.multi_step import SECONDS_PER_CALL
 from tfpar.job import Job
-from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.placement.owners import num_bytes
 from tfpar.reduction import metric_logs
 from tfpar.reduction.verdict import Verdict
 
 if TYPE_CHECKING:
     from tfpar.pipeline.analysis.prediction import Prediction
+    from tfpar.pipeline.schedule.simulator import Timeline
+
+
+class Scheduled(Protocol):
+    """What measures a step that follows a schedule of actions; see `tfpar.Pipeline`."""
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Measure when each action of a step runs."""
+
+    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
+        """Measure the stages on a batch and predict a step."""
 
 
 class Engine(abc.ABC):
@@ -49,8 +59,6 @@ class Engine(abc.ABC):
     chooses_xla: bool = False
     # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
     divides_state: bool = False
-    # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
-    has_schedule: bool = False
     cuts_model: bool = False  # into stages, each with its own forward and backward pass
     # Runs a failed step on an element again to find its error; None where TensorFlow reports it.
     step_again: Callable[[keras.Model, str, Any], None] | None = None
@@ -79,14 +87,14 @@ class Engine(abc.ABC):
                 device=name,
                 num_examples=-(-int(data.num_rows(batch)) // num_local_replicas),
                 num_parameters=model.count_params(),
-                state_bytes=weight_bytes + sum(map(num_bytes, self.slots_on(model, number))),
+                state_bytes=weight_bytes + sum(map(num_bytes, self._slots_on(model, number))),
                 gradient_bytes=gradient_bytes,
             )
             for number, name in enumerate(self.device_names)
         )
         return Preview(replicas_table(title, rows, self.num_replicas), rows)
 
-    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
+    def _slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the variables of the optimizer that a device of this process holds.
 
         Args:
@@ -108,6 +116,11 @@ class Engine(abc.ABC):
         return contextlib.nullcontext()  # it has all of it
 
     @property
+    def scheduled(self) -> Scheduled | None:
+        """What measures the schedule of a step; None where a step has none."""
+        return None
+
+    @property
     def step_device(self) -> str | None:
         """The device of the operations of a step that request none; None for the host."""
         return None
@@ -117,35 +130,11 @@ class Engine(abc.ABC):
         """The number of parts of a global batch, and the noun for what computes or contains one."""
         return self.num_replicas, "replica"
 
-    def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Measure when each action of a scheduled step runs."""
-        raise NotImplementedError
-
-    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a scheduled step."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
         """Return a dataset of elements for the steps from global batches or shards."""
 
-    @abc.abstractmethod
-    def local_batch(self, element: Any) -> Any:
-        """Return the local batch of an element of the distributed dataset."""
-
-    @abc.abstractmethod
-    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the size of the global batch of an element, an int64 scalar; may communicate."""
-
-    def digest(self, element: Any) -> Any:
-        """Return the `data.batch_digest` of the global batch of an element; None if no other worker reads it too."""
-        return None
-
-    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
-        """Return whether any worker has examples in the upcoming element, a boolean scalar; may communicate."""
-        return upcoming.has_value()
-
-    def holds(self, variable: keras.Variable) -> bool:
+    def _holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is allocated on the devices of this strategy."""
         return keras_variables.home_of(variable) is self.home and not sharded_memory.is_divided(variable)
 
@@ -160,7 +149,7 @@ class Engine(abc.ABC):
         Raises:
             ValueError: If the model has variables that are no Keras variables.
         """
-        away = [variable for variable in keras_variables.state(model) if not self.holds(variable)]
+        away = [variable for variable in keras_variables.state(model) if not self._holds(variable)]
         if {id(variable) for variable in away} & {id(weight) for weight in model.variables}:
             check_variables(model, self.home)
         for variable in away:

@@ -52,12 +52,12 @@ class OneDevice(SingleReplica):
         """The device: the loop of steps runs on the host, and so would steps that request no device."""
         return self.device_names[0]
 
-    def holds(self, variable: keras.Variable) -> bool:
+    def _holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is plain, and a weight on the named device, if any."""
         # Integers are not moved: TensorFlow places most of them on the host.
         if self.device is None or not tf.as_dtype(variable.dtype).is_floating:
-            return super().holds(variable)
-        return super().holds(variable) and keras_variables.is_on(variable, self.device)
+            return super()._holds(variable)
+        return super()._holds(variable) and keras_variables.is_on(variable, self.device)
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the batch, all of it for the device."""

@@ -7,13 +7,15 @@ import functools
 import html
 from base64 import b64encode
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tfpar.files import atomic_file
 from tfpar.messages.number_format import three_digits
-from tfpar.pipeline.analysis import timeline_plot
-from tfpar.pipeline.analysis.stage_table import StageRow
-from tfpar.pipeline.schedule import Schedule
-from tfpar.pipeline.schedule.simulator import Durations, Timeline
+
+if TYPE_CHECKING:
+    from tfpar.pipeline.analysis.stage_table import StageRow
+    from tfpar.pipeline.schedule import Schedule
+    from tfpar.pipeline.schedule.simulator import Durations, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Preview:
     def _picture(self) -> bytes | None:
         if self.planned is None or self.schedule is None:
             return None
+        from tfpar.pipeline.analysis import timeline_plot
+
         return timeline_plot.draw(self.planned, None, self.schedule, None)
 
     def __repr__(self) -> str:

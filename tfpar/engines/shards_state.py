@@ -20,9 +20,9 @@ class ShardsState(Engine):
     # The owners of weights with `shard="optimizer"`.
     _shards: OptimizerShards | None = None
 
-    def holds(self, variable: keras.Variable) -> bool:
+    def _holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is on the devices of this engine, or a slot of the owner of its weight."""
-        return super().holds(variable) or (self._shards is not None and self._shards.holds(variable))
+        return super()._holds(variable) or (self._shards is not None and self._shards.holds(variable))
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Place the weights, and move the slots of an optimizer that was built elsewhere to their owners."""
@@ -37,9 +37,9 @@ class ShardsState(Engine):
         with super().creating_slots(model), of_shards:
             yield
 
-    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
+    def _slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the variables of the optimizer in the memory of a device, by its number."""
-        return super().slots_on(model, device) if self._shards is None else self._shards.slots_on(model, device)
+        return super()._slots_on(model, device) if self._shards is None else self._shards.slots_on(model, device)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Find out how parts of a batch give the whole; with shards, compare the owners of the workers before."""

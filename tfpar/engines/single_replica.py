@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -25,14 +23,6 @@ class SingleReplica(Engine):
             return Distributed(dataset.global_batches())
         cuts_batch = self.cuts_model or self.batch_parts[0] > 1  # a single micro-batch is cut by rows too
         return Distributed(data.map_batches(dataset, data.with_equal_rows) if cuts_batch else dataset)
-
-    def local_batch(self, element: Any) -> Any:
-        """Return the element, which is the global batch."""
-        return element
-
-    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the number of examples of the batch, an int64 scalar."""
-        return data.num_rows(element)
 
     def end_call(self, model: keras.Model) -> None:
         """Do nothing: every step is complete."""

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar import data, process_lock
+from tfpar.engines.distributed import Distributed
 
 
 class EpochIterator:
@@ -20,9 +21,8 @@ class EpochIterator:
         5 batches, 2 steps per epoch:  0 1 │ 2 3 │ 4 │ 0 1 │ …
 
     Args:
-        dataset: The distributed dataset, from `Engine.distribute`.
+        distributed: The dataset, from `Engine.distribute`.
         steps_per_epoch: Steps per epoch. None: a whole pass.
-        has_more: Returns whether there is an upcoming element. None: `upcoming.has_value()`.
         unused: An iterator over the same dataset from which no batch was taken, to continue.
         source: The Python source of the dataset, if any. Its passes begin with an epoch, not before.
         first: A dataset of one element, for `peek` before the first pass.
@@ -31,22 +31,22 @@ class EpochIterator:
         check_end: Raises an error if the data of this worker end elsewhere than those of the others.
 
     Attributes:
+        distributed: The argument.
         batch_size: Examples in the first global batch; 0 until it is set.
 
     Raises:
         ValueError: If the dataset is empty.
 
     Example:
-        >>> epoch_iterator = EpochIterator(tf.data.Dataset.range(3))
+        >>> epoch_iterator = EpochIterator(Distributed(tf.data.Dataset.range(3)))
         >>> epoch_iterator.steps_per_epoch
         3
     """
 
     def __init__(
         self,
-        dataset: tf.data.Dataset,
+        distributed: Distributed,
         steps_per_epoch: int | None = None,
-        has_more: Callable[[tf.experimental.Optional], tf.Tensor] | None = None,
         unused: EpochIterator | None = None,
         source: data.PythonBatches | None = None,
         first: tf.data.Dataset | None = None,
@@ -55,12 +55,12 @@ class EpochIterator:
         check_end: Callable[[str], None] | None = None,
     ) -> None:
         self._check_end = check_end
-        self._dataset = data.without_autotuning(dataset)
-        self._has_more = has_more or (lambda upcoming: upcoming.has_value())
+        self.distributed = distributed
+        self._dataset = data.without_autotuning(distributed.dataset)
         self._source = source
         self._steps_asked = steps_per_epoch
         self._continues = steps_per_epoch is not None and not restarts
-        cardinality = int(dataset.cardinality())
+        cardinality = int(distributed.dataset.cardinality())
         self._batches_per_pass = (cardinality if cardinality >= 0 else None) if source is None else source.num_batches
         self.steps_per_epoch = steps_per_epoch or self._batches_per_pass
         self.iterator: Any = None
@@ -110,7 +110,7 @@ class EpochIterator:
 
     def has_more(self) -> bool:
         """Return whether the pass has another batch."""
-        return bool(self._has_more(self.upcoming))
+        return bool(self.distributed.has_more(self.upcoming))
 
     def peek(self) -> Any:
         """Return the upcoming element without taking it."""

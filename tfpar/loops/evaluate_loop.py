@@ -70,7 +70,7 @@ def predict(
         while epoch_iterator.has_more() and len(batches) < per_execution:
             element = epoch_iterator.peek()
             batches.append(predict_batch(element))
-            digests.append(strategy.engine.digest(element))
+            digests.append(epoch_iterator.distributed.digest(element))
             epoch_iterator.read_next()
         callbacks.errors.read_order.note(num_batches, [digest for digest in digests if digest is not None])
         step, num_batches = step + per_execution, num_batches + len(batches)

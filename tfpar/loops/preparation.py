@@ -111,7 +111,7 @@ class Preparation:
             )
 
     def _check_gradients(self, training: bool) -> None:
-        measures_gradients = self._engine.has_schedule  # to balance stages, before the first step
+        measures_gradients = self._engine.scheduled is not None  # to balance stages, before the first step
         if measures_gradients or (training and self._engine.batch_parts[0] > 1):
             with self._strategy.job.vote():
                 model_checks.check_gradients(self._model, self._strategy.describe())
@@ -140,23 +140,19 @@ class Preparation:
 
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
         """Count the examples of the first batch, and raise an error if the data of workers differ."""
-        epoch_iterator.batch_size = int(self._engine.num_examples(epoch_iterator.peek(), distributed))
+        epoch_iterator.batch_size = int(distributed.num_examples(epoch_iterator.peek()))
         equal_workers.check_data(self._strategy.job, dataset, epoch_iterator)
-        if (digest := self._engine.digest(epoch_iterator.peek())) is not None:
+        if (digest := distributed.digest(epoch_iterator.peek())) is not None:
             self._read_order.note(0, [digest])
             self._read_order.compare(self._strategy.job.sum(self._read_order.summaries()))
 
     def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
-        def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
-            return self._engine.has_more(upcoming, distributed)
-
         def check_end(end: str) -> None:
             self._strategy.job.require_equal({"the end of the data": end})
 
         return EpochIterator(
-            distributed.dataset,
+            distributed,
             steps,
-            has_more,
             vote=self._strategy.job.vote,
             check_end=check_end if distributed.unknown_end else None,
             **settings,
@@ -180,7 +176,7 @@ class Preparation:
 
     def _build(self, epoch_iterator: EpochIterator, distributed: Distributed, kind: str) -> Any:
         with self._strategy.job.vote():
-            batch = self._engine.local_batch(epoch_iterator.peek())
+            batch = distributed.local_batch(epoch_iterator.peek())
             inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
             model_checks.check_inputs(self._model, inputs)
             if kind != "predict":

@@ -115,7 +115,7 @@ class StepFunctions:
         xla_choice.check(model)
         # One function for elements of any size, but of one rank, so that the trace knows the number of axes.
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
-        key = f"{kind} {distributed[1:]} {elements} {tf_determinism.is_enabled()}"
+        key = f"{kind} {(distributed.uneven_end, distributed.unknown_end)} {elements} {tf_determinism.is_enabled()}"
         compiled: multi_step.StepLoop = self.once(key, lambda: self._compiled_loop(kind, distributed))
         if kind == "train" and self._trained is None:
             self._trained = _Trained(
@@ -144,10 +144,10 @@ class StepFunctions:
         parts = multi_step.LoopParts(
             step,
             logs,
-            lambda element: engine.num_examples(element, distributed),
-            lambda upcoming: engine.has_more(upcoming, distributed),
+            distributed.num_examples,
+            distributed.has_more,
             lambda element: engine.step_batch(model, element),
-            engine.digest,
+            distributed.digest,
             device=engine.step_device,
             jit_compile=self._whole_step_in_xla,
             run_again=self._again(kind),

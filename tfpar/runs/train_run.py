@@ -89,7 +89,7 @@ def _train(
 ) -> bool:
     choice = chosen_layout.choose(run, directory)
     strategy = strategies.from_settings(choice.run.strategy)
-    if trace and not strategy.engine.has_schedule:
+    if trace and strategy.engine.scheduled is None:
         raise ValueError(
             f"--trace times the actions of a pipeline, received {strategy.describe()}: record its steps with "
             "--profile 5, or leave it out."
@@ -113,7 +113,7 @@ def _train(
     _check_model(run, trainer)
     if strategy.is_chief:
         _record(run, directory, trainer, position, choice.note)
-    pipeline = _show_schedule(run, directory, trainer, trace) if strategy.engine.has_schedule else {}
+    pipeline = _show_schedule(run, directory, trainer, trace) if strategy.engine.scheduled else {}
     if strategy.is_chief:
         _print_repetition(run, directory, position, broken)
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from tfpar.engines.engine import Engine
+from tfpar.engines.engine import Engine, Scheduled
 from tfpar.engines.preview import Preview
 from tfpar.job import Job
 from tfpar.layout import Layout
-from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import model_scopes
 
 if TYPE_CHECKING:
     from tfpar.pipeline.analysis.prediction import Prediction
+    from tfpar.pipeline.schedule.simulator import Timeline
 
 
 class Strategy:
@@ -109,8 +109,7 @@ class Strategy:
         Raises:
             ValueError: If the strategy has no schedule.
         """
-        self._check_schedule()
-        return self.engine.trace(model, batch)
+        return self._scheduled().trace(model, batch)
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
         """Measure the stages on a batch and predict a step; no weight changes. All workers must call it.
@@ -127,9 +126,9 @@ class Strategy:
             >>> 0 < strategy.predict_step_time(trainer.model, batch).planned.bubble < 1
             True
         """
-        self._check_schedule()
-        return self.engine.predict_step_time(model, batch)
+        return self._scheduled().predict_step_time(model, batch)
 
-    def _check_schedule(self) -> None:
-        if not self.engine.has_schedule:
+    def _scheduled(self) -> Scheduled:
+        if self.engine.scheduled is None:
             raise ValueError(f"Only a pipeline has a schedule to trace, and the strategy is {self.describe()}.")
+        return self.engine.scheduled

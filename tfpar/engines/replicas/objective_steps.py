@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat.models import keras_losses
 from tfpar._compat.optimizers import keras_optimizer
+from tfpar.engines.replicas.gradient_sums import ReplicaGradients
 from tfpar.reduction import objective
 from tfpar.reduction.losses import BatchWeights
 
@@ -23,7 +24,7 @@ def train(
     model: keras.Model,
     batch: Any,
     run: Run,
-    sum_gradients: Callable[[keras.Model, list[Any], Any, tf.Tensor, tf.Tensor, int], list[Any]],
+    sum_gradients: Callable[[keras.Model, ReplicaGradients], list[Any]],
     apply: Callable[[keras.Model, Any, list[keras.Variable], Any], None],
     metrics_counted_once: Counting,
 ) -> tf.Tensor:
@@ -33,9 +34,7 @@ def train(
         model: A built and compiled model.
         batch: An element of the distributed dataset, `(parts, num_counted, example_weight, num_examples)`.
         run: Runs a function on every replica with its per-replica batch, as `DataParallel` does.
-        sum_gradients: All-reduces gradients in replica context. Its arguments are the model, the gradients, the results
-            of the forward pass, the weight of an example, the number of examples that the replica adds to metrics, and
-            the number of the objective.
+        sum_gradients: All-reduces the gradients of a replica, in replica context.
         apply: Applies an optimizer of the model to weights with their reduced gradients.
         metrics_counted_once: The context for a forward pass of a replica, in which layers update metrics.
     """
@@ -48,7 +47,7 @@ def train(
         ) -> tuple[tf.Tensor, list[Any]]:
             with metrics_counted_once(model, num_counted):
                 loss, gradients = objective.loss_and_gradients(model, one, part, _counts(part, batch))
-            return loss, sum_gradients(model, gradients, (loss,), example_weight, num_counted, number)
+            return loss, sum_gradients(model, ReplicaGradients(gradients, (loss,), example_weight, num_counted, number))
 
         with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)

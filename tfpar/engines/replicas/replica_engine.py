@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from tfpar.engines.distributed import Distributed
 from tfpar.engines.one_device import forward, loss_and_gradients
 from tfpar.engines.replicas import objective_steps
 from tfpar.engines.replicas.batch_parts import split_into_parts
-from tfpar.engines.replicas.gradient_sums import sum_gradients
+from tfpar.engines.replicas.gradient_sums import ReplicaGradients, sum_gradients
 from tfpar.engines.replicas.replica_runs import ReplicaRuns, not_compiled
 from tfpar.engines.replicas.replica_states import (
     assign_local_parts,
@@ -117,7 +117,7 @@ class ReplicaEngine(ShardsState):
             of the global batch, None where no worker has it, and its digest, None where no other worker has it.
         """
         if isinstance(dataset, Sharded):
-            return self._distribute_shards(dataset)
+            dataset = dataset.global_batches()
         digest = data.batch_digest(dataset) if self.job.num_workers > 1 else lambda batch: None
 
         def split(batch: Any) -> Any:
@@ -127,19 +127,8 @@ class ReplicaEngine(ShardsState):
             return *parts, digest(batch)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
-        return Distributed(elements, unknown_end=self.job.num_workers > 1 and data.has_unknown_size(dataset))
-
-    def _distribute_shards(self, sharded: Sharded) -> Distributed:
-        return self.distribute(sharded.global_batches())
-
-    def local_batch(self, element: Any) -> Any:
-        """Return the examples of all local replicas, each example once."""
-        parts, _, example_weight, _, _ = element
-        return parts[0] if example_weight < 1 else data.join_batches(parts)
-
-    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the size of the global batch, an int64 scalar."""
-        return tf.cast(element[3], tf.int64)
+        unknown_end = self.job.num_workers > 1 and data.has_unknown_size(dataset)
+        return Distributed(elements, local_batch, _global_size, unknown_end=unknown_end)
 
     def _runs_of(self, model: keras.Model) -> ReplicaRuns:
         runs = self._runs.get(model)
@@ -214,8 +203,9 @@ class ReplicaEngine(ShardsState):
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with layer_metrics_counted_once(model, num_counted):
                 loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, runs.call)
-            given = [*gradients, loss] if is_partial else gradients
-            sums = self._sum_gradients(model, given, (loss, outputs), example_weight, num_counted)
+            values = [*gradients, loss] if is_partial else gradients
+            computed = ReplicaGradients(values, (loss, outputs), example_weight, num_counted)
+            sums = self._sum_gradients(model, computed)
             loss = sums.pop() if is_partial else loss
             update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
             return loss, sums
@@ -224,40 +214,20 @@ class ReplicaEngine(ShardsState):
         self._apply(model, model.optimizer, model.trainable_variables, gradients)
         return loss
 
-    def _sum_gradients(
-        self,
-        model: keras.Model,
-        gradients: Sequence[Any],
-        forward: Any,
-        example_weight: tf.Tensor,
-        num_counted: tf.Tensor,
-        number: int = 0,
-        own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
-    ) -> list[Any]:
-        """Sum gradients, and a loss after them, over all replicas, for an update; called in replica context.
-
-        Args:
-            model: The model.
-            gradients: The gradients of the calling replica, and possibly its loss, a scalar.
-            forward: All results of the forward pass, the loss first.
-            example_weight: The weight of an example in losses.
-            num_counted: The number of its examples to count in metrics.
-            number: The number of the objective, where the model has several.
-            own_sums: For some gradients, by number, a function that sums them over all replicas in another way.
-        """
+    def _sum_gradients(self, model: keras.Model, gradients: ReplicaGradients) -> list[Any]:
+        """Sum the gradients of the calling replica, and a loss after them, over all replicas, for an update."""
+        values, forward, recomputes = gradients.values, gradients.forward, keras_model.recomputes(model)
         if self.num_replicas == 1:
-            return after_reads(list(gradients), forward, keras_model.recomputes(model))
-        lookups = self._lookups(model, gradients, number)
-        compute_early(gradients, forward[0])
-        owners = self._owners(model, number)
-        summed_on = owners if self._merges else ()
-        packing = self._pack_bytes, self._compression, own_sums
+            return after_reads(list(values), forward, recomputes)
+        lookups = self._lookups(model, values, gradients.objective)
+        compute_early(values, forward[0])
+        owners = self._owners(model, gradients.objective)
         with not_compiled(model):
-            sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, summed_on)
+            summed_on = owners if self._merges else ()
+            sums = sum_gradients(gradients, lookups, self._pack_bytes, self._compression, summed_on)
         if not owners:
-            return after_reads(sums, forward, keras_model.recomputes(model))
-        reads = (forward, gradients) if keras_model.recomputes(model) else forward
-        return after_reads(_only_owned(sums, owners), reads, False)
+            return after_reads(sums, forward, recomputes)
+        return after_reads(_only_owned(sums, owners), (forward, values) if recomputes else forward, False)
 
     def _lookups(self, model: keras.Model, gradients: Sequence[Any], number: int) -> list[Lookups | None]:
         """Return the lookups of each gradient of an objective, of which a loss after them has none."""
@@ -340,6 +310,16 @@ class ReplicaEngine(ShardsState):
         """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
         if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
             assign_local_parts(self._strategy, variable, parts[self.job.rank * self._num_local_replicas :])
+
+
+def local_batch(element: Any) -> Any:
+    """Return the examples of all local replicas, each example once."""
+    parts, _, example_weight, _, _ = element
+    return parts[0] if example_weight < 1 else data.join_batches(parts)
+
+
+def _global_size(element: Any) -> tf.Tensor:
+    return tf.cast(element[3], tf.int64)
 
 
 def _weights(model: keras.Model, number: int) -> Sequence[keras.Variable]:

@@ -101,7 +101,7 @@ class StageEngine(SingleReplica):
     ) -> None:
         if job is not None:
             self.job = job
-        self._misfit, self.has_schedule = misfit, settings.has_schedule
+        self._misfit = misfit
         self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
         if not any("/job:" in device for device in devices):  # a worker that is lost would not answer
@@ -139,9 +139,9 @@ class StageEngine(SingleReplica):
         """The devices; those of other workers with their rank."""
         return list(map(remote_devices.label, self.devices))
 
-    def holds(self, variable: keras.Variable) -> bool:
+    def _holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is plain, or in pieces where stages have shards."""
-        return keras_variables.home_of(variable) is None if self._groups else super().holds(variable)
+        return keras_variables.home_of(variable) is None if self._groups else super()._holds(variable)
 
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the slots of divided weights are created in pieces."""
@@ -160,6 +160,11 @@ class StageEngine(SingleReplica):
     def chooses_xla(self) -> bool:  # type: ignore[override]
         """Whether jit_compile="auto" may mean XLA, which compiles stages of one device."""
         return not self._groups
+
+    @property
+    def scheduled(self) -> StageEngine | None:
+        """This engine, where micro-batches overlap."""
+        return self if self.settings.has_schedule else None
 
     @property
     def batch_parts(self) -> tuple[int, str]:
@@ -229,7 +234,7 @@ class StageEngine(SingleReplica):
     def _check_update(self, model: keras.Model, training: bool) -> None:
         """Refuse an optimizer that cannot update divided weights, and divide what it has of them."""
         if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
-            updates.check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.has_schedule}")
+            updates.check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.settings.has_schedule}")
             updates.place_slots(model)
 
     def _peers_of(self, model: keras.Model) -> Peers | None:
@@ -265,7 +270,7 @@ class StageEngine(SingleReplica):
 
     def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
         """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
-        if not self.has_schedule:
+        if not self.settings.has_schedule:
             self._prepared(model)
             ((layout, stage),) = self._planner.divided_stages(model)
             num_examples = int(data.num_rows(batch))

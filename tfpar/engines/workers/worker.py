@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
@@ -58,15 +59,20 @@ class Worker(Engine):
         self.job.require_equal({"all_reduce": chosen})
         return chosen
 
-    def digest(self, element: Any) -> Any:
-        """Return the digest of the global batch, the last item of an element; None with one worker, and of shards."""
-        return element[-1] if self.job.num_workers > 1 else None
+    def _between_workers(self, distributed: Distributed) -> Distributed:
+        """Compare the elements of all workers, and end with the first worker that runs out.
 
-    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
-        """Return whether every worker has the upcoming element, in whose step each would wait for the others."""
-        if not distributed.unknown_end:
-            return super().has_more(upcoming, distributed)
-        return self._hosts.all_reduce(tf.cast(upcoming.has_value(), tf.int64)) == self.job.num_workers
+        Args:
+            distributed: A dataset whose elements end in the digest of the global batch.
+        """
+        if self.job.num_workers == 1:
+            return distributed
+
+        def have_all(upcoming: tf.experimental.Optional) -> tf.Tensor:
+            return self._hosts.all_reduce(tf.cast(upcoming.has_value(), tf.int64)) == self.job.num_workers
+
+        has_more = have_all if distributed.unknown_end else distributed.has_more
+        return dataclasses.replace(distributed, has_more=has_more, digest=lambda element: element[-1])
 
 
 def config_of_job(strategy: str) -> tf_config.JobConfig | None:

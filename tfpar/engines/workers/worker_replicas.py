@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -15,7 +14,8 @@ from tfpar.data import Sharded
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.optimizer_shards import LocalCommunicator, OptimizerShards
 from tfpar.engines.replicas.batch_parts import split_into_parts
-from tfpar.engines.replicas.replica_engine import ReplicaEngine
+from tfpar.engines.replicas.gradient_sums import ReplicaGradients
+from tfpar.engines.replicas.replica_engine import ReplicaEngine, local_batch
 from tfpar.engines.workers import sufficient_factors
 from tfpar.engines.workers.collectives import PACK_BYTES, AllReduce, Group, order_of_members
 from tfpar.engines.workers.local_sgd import LocalSGD
@@ -121,8 +121,10 @@ class WorkerReplicas(Worker, ReplicaEngine):
         """The devices of this worker."""
         return [f"{device.device_type}:{device.device_index}" for device in self.devices]
 
-    def _distribute_shards(self, sharded: Sharded) -> Distributed:
-        """Return the batches of this worker's shards, split into per-replica batches."""
+    def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:
+        """Return the per-replica batches of this worker; of examples in shards those of its own shards."""
+        if not isinstance(dataset, Sharded):
+            return self._between_workers(super().distribute(dataset))
 
         @tf.autograph.experimental.do_not_convert
         def split(rows: Any, num_rows: tf.Tensor) -> Any:
@@ -133,20 +135,16 @@ class WorkerReplicas(Worker, ReplicaEngine):
             is_some = num_rows > 0
             return parts, tf.where(is_some, sizes, 0), tf.where(is_some, example_weight, 0.0), None, None
 
-        part = sharded.local_batches(self.job.rank, self.job.num_workers)
-        return Distributed(part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
+        part = dataset.local_batches(self.job.rank, self.job.num_workers)
+        elements = part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
 
-    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the size of the global batch, an int64 scalar."""
-        if not distributed.uneven_end:
-            return super().num_examples(element, distributed)
-        return self._hosts.all_reduce(tf.reduce_sum(tf.cast(element[1], tf.int64)))
+        def global_size(element: Any) -> tf.Tensor:
+            return self._hosts.all_reduce(tf.reduce_sum(tf.cast(element[1], tf.int64)))
 
-    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
-        """Return whether any worker has examples in the upcoming element, a boolean scalar."""
-        if not distributed.uneven_end:
-            return super().has_more(upcoming, distributed)
-        return self.num_examples(upcoming.get_value(), distributed) > 0
+        def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
+            return global_size(upcoming.get_value()) > 0
+
+        return Distributed(elements, local_batch, global_size, has_more, uneven_end=True)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Find out how replicas give the whole batch, by the chief's verdict, or refuse the model."""
@@ -190,29 +188,22 @@ class WorkerReplicas(Worker, ReplicaEngine):
         else:
             self._averaging.end_call(model, self._strategy, self._replicas)
 
-    def _sum_gradients(
-        self,
-        model: keras.Model,
-        gradients: Sequence[Any],
-        forward: Any,
-        example_weight: tf.Tensor,
-        num_counted: tf.Tensor,
-        number: int = 0,
-        own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
-    ) -> list[Any]:
+    def _sum_gradients(self, model: keras.Model, gradients: ReplicaGradients) -> list[Any]:
         """Sum gradients over all replicas, those of large Dense kernels by all-gather of their sufficient factors."""
+        if not self._uses_factors:
+            return super()._sum_gradients(model, gradients)
         num_rows, num_threads = int(self._num_rows[model]), sufficient_factors.num_threads()
-        found = [
-            sufficient_factors.sufficient_factors_of(gradient, num_rows, num_threads) if self._uses_factors else None
-            for gradient in gradients
-        ]
-        by_factors = {index: pair for index, pair in enumerate(found) if pair is not None}
-        others = [None if index in by_factors else gradient for index, gradient in enumerate(gradients)]
+        factors = {
+            index: pair
+            for index, gradient in enumerate(gradients.values)
+            if (pair := sufficient_factors.sufficient_factors_of(gradient, num_rows, num_threads)) is not None
+        }
+        others = [None if index in factors else gradient for index, gradient in enumerate(gradients.values)]
         products = sufficient_factors.products(
-            self._replicas, local_replica_id(), list(by_factors.values()), forward[0]
+            self._replicas, local_replica_id(), list(factors.values()), gradients.forward[0]
         )
-        own_sums = dict(zip(by_factors, products, strict=True))
-        return super()._sum_gradients(model, others, forward, example_weight, num_counted, number, own_sums)
+        own_sums = dict(zip(factors, products, strict=True))
+        return super()._sum_gradients(model, gradients._replace(values=others, own_sums=own_sums))
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""

@@ -99,7 +99,12 @@ class WorkerStages(ShardsState, Worker, StageEngine):
                 return rows, num_rows, None, None
 
             local = dataset.local_batches(self.job.rank, self.job.num_workers)
-            return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
+            elements = local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+
+            def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
+                return self._global_size(upcoming.get_value()) > 0
+
+            return Distributed(elements, _local_batch, self._global_size, has_more, uneven_end=True)
 
         digest = data.batch_digest(dataset)
 
@@ -110,25 +115,12 @@ class WorkerStages(ShardsState, Worker, StageEngine):
             return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64), digest(batch)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
-        return Distributed(elements, unknown_end=data.has_unknown_size(dataset))
+        unknown_end = data.has_unknown_size(dataset)
+        return self._between_workers(Distributed(elements, _local_batch, self._global_size, unknown_end=unknown_end))
 
-    def local_batch(self, element: Any) -> Any:
-        """Return the local batch of an element."""
-        return element[0]
-
-    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the size of the global batch, an int64 scalar."""
-        return self._size_of(element)
-
-    def _size_of(self, element: Any) -> tf.Tensor:
+    def _global_size(self, element: Any) -> tf.Tensor:
         num_counted, num_examples = element[1:3]
         return self._hosts.all_reduce(num_counted) if num_examples is None else num_examples
-
-    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
-        """Return whether any worker has examples in the upcoming element, a boolean scalar."""
-        if not distributed.uneven_end:
-            return super().has_more(upcoming, distributed)
-        return self._size_of(upcoming.get_value()) > 0
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the local batch without its digest, each tensor for the devices of the stages that take it."""
@@ -138,8 +130,12 @@ class WorkerStages(ShardsState, Worker, StageEngine):
 
     def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
         batch, num_counted, *_ = element
-        return batch, LocalPart(num_counted, self._size_of(element))
+        return batch, LocalPart(num_counted, self._global_size(element))
 
     def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
         batch, num_counted, *_ = element
         return batch, LocalPart(num_counted, num_counted)
+
+
+def _local_batch(element: Any) -> Any:
+    return element[0]
