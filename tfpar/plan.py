@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
 
 
 def _measured(run: config.Run) -> Plan | None:
-    """Return the plan; None on other workers than the chief."""
+    """Return the plan; None on workers other than the chief."""
     job = tf_config.from_environment(os.environ)
     usual_cpus = USUAL_LOGICAL_CPUS if job is None or job.num_workers == 1 else 1
     with cluster.native_messages_to(Path(os.devnull)):

@@ -124,15 +124,15 @@ def test_after_a_full_disk_no_output_is_buffered() -> None:
 def test_the_command_of_a_worker(tmp_path: Path) -> None:
     script = str(tmp_path / "own.py")
     Path(script).touch()
-    assert launch.worker_words([]) == ["-m", "tfpar.train"]
-    assert launch.worker_words(["--config", "a.toml"]) == ["-m", "tfpar.train", "--config", "a.toml"]
-    assert launch.worker_words(["-m", "own.module", "--x"]) == ["-m", "own.module", "--x"]
-    assert launch.worker_words([script, "--x"]) == [script, "--x"]
+    assert launch.worker_arguments([]) == ["-m", "tfpar.train"]
+    assert launch.worker_arguments(["--config", "a.toml"]) == ["-m", "tfpar.train", "--config", "a.toml"]
+    assert launch.worker_arguments(["-m", "own.module", "--x"]) == ["-m", "own.module", "--x"]
+    assert launch.worker_arguments([script, "--x"]) == [script, "--x"]
     for wrong in (["own"], ["-m"], ["-c", "pass"]):
         with pytest.raises(ValueError, match=r"After -- comes a flag of tfpar.train such as --config"):
-            launch.worker_words(wrong)
+            launch.worker_arguments(wrong)
     with pytest.raises(ValueError, match=r"missing\.py: there is no such file in .*Give the path of the script\."):
-        launch.worker_words(["missing.py"])
+        launch.worker_arguments(["missing.py"])
 
 
 GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"

@@ -236,14 +236,14 @@ class Engine(abc.ABC):
         """Return the logs over the examples of all workers: metric results and the entries of `compute_metrics`."""
         return metric_logs.results(model)
 
-    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+    def replica_metrics(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
         """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this.
 
         A checkpoint contains them next to their sums, so that a resumed run adds in the order of an uninterrupted one.
         """
         return []  # one copy has all of the state
 
-    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
+    def assign_replicas(self, variable: keras.Variable, parts: np.ndarray) -> None:
         """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
         return  # one copy has the sum, which is restored already
 

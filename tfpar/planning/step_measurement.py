@@ -58,7 +58,7 @@ def measure(make_trainer: MakeTrainer, make_strategy: Callable[[], Strategy]) ->
     """
     gc.collect()  # the models of earlier layouts
     try:
-        with user_warnings.in_trial(), as_python_errors():
+        with user_warnings.suppressed(), as_python_errors():
             strategy = make_strategy()  # before TensorFlow starts, where it has not yet
             with random_state.preserved_random_state():
                 peaks = _Peaks()
@@ -110,7 +110,7 @@ def as_python_errors(explain: UserMessage = lambda error: None) -> Iterator[None
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        raise MemoryError(memory_errors.sentence_of(error) or data.cause_of(error)) from error
+        raise MemoryError(memory_errors.explain(error) or data.cause_of(error)) from error
     except tf.errors.OpError as error:
         raise ValueError(explain(error) or data.cause_of(error)) from error
 

@@ -180,7 +180,7 @@ class RunDirectory:
         """Return the identity recorded in the checkpoints; "" if an older version wrote them."""
         from tfpar.checkpoint import file_format  # imports NumPy, which a finished run does not need
 
-        found = (file_format.run_of(path) for path in reversed(file_format.paths(self.checkpoints)))
+        found = (file_format.read_run(path) for path in reversed(file_format.paths(self.checkpoints)))
         return next((run for run in found if run is not None), "")
 
     def record(self, text: str) -> None:

@@ -294,7 +294,7 @@ class ReplicaEngine(ShardsState):
                         group=False,
                     )
 
-    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+    def replica_metrics(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
         """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this."""
         variables = summed_variables(model) if self.num_replicas > 1 else []
         return list(zip(variables, self._gather([local_parts(self._strategy, one) for one in variables]), strict=True))
@@ -306,7 +306,7 @@ class ReplicaEngine(ShardsState):
         """Return the states of the replicas of all workers, from those of this worker."""
         return parts
 
-    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
+    def assign_replicas(self, variable: keras.Variable, parts: np.ndarray) -> None:
         """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
         if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
             assign_local_parts(self._strategy, variable, parts[self.job.rank * self._num_local_replicas :])
