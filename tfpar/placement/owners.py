@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfpar.placement.largest_first import largest_first
 
 
-class Home(NamedTuple):
+class Placement(NamedTuple):
     """The place of a weight in a grid of replicas and stages.
 
     Args:
@@ -80,9 +80,9 @@ def choose_owners(
     return owners
 
 
-def homes(
+def placements(
     model: keras.Model, stages: Mapping[int, int], num_replicas: int, *, shards_weights: bool = False
-) -> dict[int, Home]:
+) -> dict[int, Placement]:
     """Return the home of each variable of a model in stages, by the variable's `id`.
 
     The trained weights of each stage are divided over the replicas, so that each updates a part of them and holds a
@@ -99,4 +99,4 @@ def homes(
         owners = choose_owners(model.variables, num_replicas)
     else:
         owners = choose_owners(model.trainable_variables, num_replicas, group_of=lambda weight: stages[id(weight)])
-    return {id(variable): Home(owners.get(id(variable), 0), stages[id(variable)]) for variable in model.variables}
+    return {id(variable): Placement(owners.get(id(variable), 0), stages[id(variable)]) for variable in model.variables}

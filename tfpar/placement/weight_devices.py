@@ -12,12 +12,12 @@ import tensorflow as tf
 from tfpar._compat.graphs import tf_graph, tf_tapes
 from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables, keras_weight_placement
-from tfpar.placement.owners import Home
+from tfpar.placement.owners import Placement
 
 _MANY = 2**62
 
 
-def place_weights(model: keras.Model, homes: Mapping[int, Home], devices: Sequence[Sequence[str]]) -> None:
+def place_weights(model: keras.Model, placements: Mapping[int, Placement], devices: Sequence[Sequence[str]]) -> None:
     """Place every weight on the device of its home.
 
     A weight without allocated memory is allocated there, so that a model larger than any single device can be built.
@@ -25,19 +25,19 @@ def place_weights(model: keras.Model, homes: Mapping[int, Home], devices: Sequen
 
     Args:
         model: A model with built layers.
-        homes: The home of each variable, by the variable's `id`.
+        placements: The home of each variable, by the variable's `id`.
         devices: The device of each stage, for each replica.
 
     Example:
         >>> layer = keras.layers.Dense(4)
         >>> model = keras.Sequential([keras.Input((4,)), layer])
-        >>> place_weights(model, {id(weight): Home(0, 1) for weight in model.variables}, [["CPU:0", "CPU:1"]])
+        >>> place_weights(model, {id(weight): Placement(0, 1) for weight in model.variables}, [["CPU:0", "CPU:1"]])
         >>> layer.kernel.value.device[-5:]
         'CPU:1'
     """
     moved = []
     for variable in model.variables:
-        replica, stage = homes[id(variable)]
+        replica, stage = placements[id(variable)]
         moved.append(keras_weight_placement.place(variable, devices[replica][stage]))
     optimizer = keras_variables.optimizer_of(model)
     if any(moved) and optimizer is not None and optimizer.built:

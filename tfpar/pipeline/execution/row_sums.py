@@ -66,7 +66,7 @@ class RowSums:
             for parameter, gradient in enumerate(gradients)
             if isinstance(gradient, tuple)
             for lookup, rows in enumerate(gradient)
-            if (self._kind((parameter, lookup)) == "equal") is equal
+            if (self._kind((parameter, lookup)) == "sum") is equal
         ]
 
     def _kind(self, place: tuple[int, int]) -> indexed_slices.Kind | None:
@@ -78,8 +78,8 @@ def _with_long_numbers(rows: RowSlices) -> RowSlices:
 
 
 def numbered(rows: RowSlices, kind: indexed_slices.Kind | None) -> RowSlices:
-    """Return the rows of a micro-batch; those of shared lookups with numbers for their later merge."""
-    return indexed_slices.numbered(rows) if kind == "shared" else rows
+    """Return the rows of a micro-batch, numbered if they are merged later."""
+    return indexed_slices.numbered(rows) if kind == "merge" else rows
 
 
 def added(replicas: Sequence[Sequence[Any]], kinds: Kinds, weights: Sequence[keras.Variable]) -> list[Any]:
@@ -125,7 +125,7 @@ def added_over_workers(
 def _rows_of_workers(
     rows: RowSlices, kind: indexed_slices.Kind | None, weight: keras.Variable, peers: Peers
 ) -> RowSlices:
-    if kind == "equal":
+    if kind == "sum":
         (values,) = peers.add_gradients([rows.values], [weight])
         return rows._replace(values=values)
     return RowSlices(*peers.all_gather(list(rows), weight.value.device))
@@ -134,7 +134,7 @@ def _rows_of_workers(
 def _added_rows(replicas: Sequence[RowSlices], kind: indexed_slices.Kind | None) -> RowSlices:
     if len(replicas) == 1:
         return replicas[0]
-    if kind == "equal":
+    if kind == "sum":
         return replicas[0]._replace(values=tf.add_n([rows.values for rows in replicas]))
     return RowSlices(*(tf.concat(parts, 0) for parts in zip(*replicas, strict=True)))
 
@@ -153,9 +153,9 @@ def joined(
 def join_rows(
     lookups: Sequence[indexed_slices.RowSlices], kinds: Sequence[indexed_slices.Kind | None], shape: Sequence[int]
 ) -> tf.IndexedSlices:
-    """Return one gradient for the rows of several lookups; shared rows are merged as on one device."""
+    """Return one gradient for the rows of several lookups, merged as on one device."""
     pairs = zip(lookups, kinds, strict=True)
-    merged = [indexed_slices.merged(rows) if kind == "shared" else rows for rows, kind in pairs]
+    merged = [indexed_slices.merged(rows) if kind == "merge" else rows for rows, kind in pairs]
     with tf.device("CPU:0"):  # a size, which a GPU would have in its own memory
         dense_shape = tf.constant(tuple(shape), tf.int64)
     return indexed_slices.join([rows._replace(indices=tf.cast(rows.indices, tf.int64)) for rows in merged], dense_shape)

@@ -12,7 +12,7 @@ from tfpar import cluster
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.graph.ir import Graph, Value
 from tfpar.pipeline.partition.stages import Stage, bytes_per_example, owner_of, users_of
-from tfpar.placement.owners import homes, num_bytes
+from tfpar.placement.owners import num_bytes, placements
 
 
 class Traffic(NamedTuple):
@@ -139,7 +139,7 @@ def _activation_bytes(graph: Graph, stages: Sequence[Stage], machines: Sequence[
 
 def _gradient_bytes(model: keras.Model, stages: Sequence[Stage], machines: Sequence[Sequence[str]]) -> int:
     """Return the bytes of gradients and of copied weights between machines."""
-    home_of, users = homes(model, owner_of(stages, model.variables), len(machines)), users_of(stages)
+    home_of, users = placements(model, owner_of(stages, model.variables), len(machines)), users_of(stages)
     trained = set(map(id, model.trainable_variables))
     total = 0
     for variable in model.variables:
