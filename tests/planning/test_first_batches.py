@@ -72,7 +72,7 @@ def fails_later() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: small.data().take(0), ValueError, "A dataset must yield at least one batch, and this one is empty"),
+        (lambda: small.data().take(0), ValueError, "A dataset must yield at least one batch, but this one is empty"),
         (lambda: cases.generate(times=0), ValueError, "must yield at least one batch"),
         (lambda: (FEATURES[:0], LABELS[:0]), ValueError, "hold no examples"),
         (lambda: cases.dataset(FEATURES, LABELS).map(lambda *batch: tfpar.data.take_rows(batch, 0, 0)), ValueError,
