@@ -20,7 +20,7 @@ from tfpar._compat.variables import keras_variables
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
 from tfpar.pipeline.partition.stages import Stage, variable_owners, variable_readers
-from tfpar.placement.owners import homes
+from tfpar.placement.owners import placements
 from tfpar.sharding import updates
 from tfpar.sharding.model_sharding import ModelSharding, ShardingRule
 from tfpar.sharding.offers import sharding_of
@@ -128,7 +128,7 @@ def divide_stages(
     for stage, first in zip(stages, devices[0], strict=True):
         sharding = sharding_of(model, graph, len(groups[first]), user_rules, stage.calls, whole)
         found[stage.index] = sharding, DividedStage(stage.calls, stage.outputs, sharding.rules, groups[first])
-    home_of = homes(model, variable_owners(stages, model.variables), len(devices))
+    home_of = placements(model, variable_owners(stages, model.variables), len(devices))
 
     def devices_of(variable: Any) -> list[str]:
         replica, stage = home_of[id(variable)]

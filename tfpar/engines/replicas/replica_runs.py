@@ -18,12 +18,12 @@ from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.engines.steps.compiled_calls import call_with_xla, groups_compiled, suits
 from tfpar.reduction import objective
 from tfpar.reduction.gradients import indexed_slices
-from tfpar.reduction.losses_of_parts import LossReduction
+from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.verdict import Verdict
-from tfpar.reduction.whole_batch import AllGather, RowsOfReplicas, has_all_rows, knowing, weight_of_scalar
+from tfpar.reduction.whole_batch import AllGather, ReplicaRows, has_all_rows, using_rows, weight_of_scalar
 from tfpar.study.gathered_calls import with_whole_batch
-from tfpar.study.mixing_layers import Mixing
+from tfpar.study.mixing_layers import MixingLayer
 
 
 class ReplicaRuns:
@@ -58,7 +58,7 @@ class ReplicaRuns:
         self._generator = random_state.GeneratorOnReplicas(strategy)
         self._compilation: Any = None
         self.losses: LossReduction | None = None
-        self.gathered: dict[bool, list[Mixing]] = {}
+        self.gathered: dict[bool, list[MixingLayer]] = {}
         self.averaged: dict[bool, list[keras.Variable]] = {}
         self.eager_kinds: list[list[indexed_slices.Kind | None]] = []
 
@@ -91,7 +91,7 @@ class ReplicaRuns:
         has_parts = self._num_replicas > 1 and not objective.objectives_of(model)
         self.losses = LossReduction(model) if has_parts else None
 
-    def note(self, model: keras.Model, verdict: Verdict, gathered: Sequence[Mixing], kind: str) -> None:
+    def note(self, model: keras.Model, verdict: Verdict, gathered: Sequence[MixingLayer], kind: str) -> None:
         """Note how parts of a batch give the whole in the next steps of a kind.
 
         Args:
@@ -149,7 +149,7 @@ class ReplicaRuns:
             stack.enter_context(self._drawing())
             weight = lambda _: weight_of_scalar(fractions.get(local_replica_id()))  # noqa: E731
             stack.enter_context(keras_losses_in_call.scalars_weighted(weight, has_all_rows))
-            stack.enter_context(knowing(self._rows(num_counted, example_weight, num_examples)))
+            stack.enter_context(using_rows(self._rows(num_counted, example_weight, num_examples)))
             stack.enter_context(self.gathering(training))
             if self.losses is not None:
                 everywhere = (lambda: sums[local_replica_id()]) if num_examples is None else num_examples
@@ -179,7 +179,7 @@ class ReplicaRuns:
             # A padding batch contributes zero gradient.
             return [_where(example_weight > 0, gradient) for gradient in gradients]
 
-        with self._drawing(), keras_losses.local_losses(), knowing(rows):
+        with self._drawing(), keras_losses.local_losses(), using_rows(rows):
             gradients = self._on_replicas(model, on_replica, parts)
             apply(model, model.optimizer, model.trainable_variables, gradients)
 
@@ -206,15 +206,15 @@ class ReplicaRuns:
 
         parts, num_counted, example_weight, num_examples = batch
         rows = self._rows(num_counted, example_weight, num_examples)
-        with self._drawing(), knowing(rows), self.gathering(False):
+        with self._drawing(), using_rows(rows), self.gathering(False):
             outputs = self._on_replicas(model, on_replica, parts)
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
 
     def _rows(
         self, num_counted: Sequence[tf.Tensor], example_weight: tf.Tensor, num_examples: tf.Tensor | None
-    ) -> RowsOfReplicas:
-        return RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples, self._all_gather)
+    ) -> ReplicaRows:
+        return ReplicaRows(num_counted, example_weight, self._num_replicas, num_examples, self._all_gather)
 
     def _on_replicas(self, model: keras.Model, function: Callable[[Sequence[Any]], Any], parts: Sequence[Any]) -> Any:
         """Run a function of the parts of a batch on every replica, with sizes on the host without XLA."""

@@ -63,7 +63,7 @@ def _update_by_first(model: keras.Model, metrics: Sequence[keras.Metric], batch:
     """Update metrics with the whole batch on the first replica."""
     others = metric_logs.other_metrics(model, metrics)
     if replica_id() == 0:
-        with whole_batch.having_all_rows(counts_once=True), metric_logs.not_updated(others):
+        with whole_batch.holding_all_rows(counts_once=True), metric_logs.not_updated(others):
             metric_logs.update_metrics(model, *batch, whole=False)
 
 

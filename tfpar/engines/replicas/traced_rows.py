@@ -110,8 +110,8 @@ def _run_first(run: Run, function: Callable[[], None]) -> Any:
 
 
 def _common(kinds: Sequence[Kind | None]) -> Kind | None:
-    """Return the kind of the rows of several lookups together; those of two shared lookups cannot be told apart."""
-    return kinds[0] if len({*kinds}) == 1 and (len(kinds) == 1 or kinds[0] != "shared") else None
+    """Return the common kind of several lookups; rows of two lookups to merge cannot be told apart."""
+    return kinds[0] if len({*kinds}) == 1 and (len(kinds) == 1 or kinds[0] != "merge") else None
 
 
 def _gradients_of(model: keras.Model) -> Iterator[Gradients]:

@@ -30,7 +30,7 @@ from tfpar.pipeline.partition.traffic import Grid, sort_by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hide_transfers
 from tfpar.pipeline.stages.compiler import StageCompiler
-from tfpar.placement.owners import homes
+from tfpar.placement.owners import placements
 from tfpar.placement.weight_devices import place_weights
 from tfpar.sharding.model_sharding import ModelSharding
 from tfpar.sharding.rules import Rules
@@ -274,7 +274,7 @@ class StagePlanner:
                 self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
         else:
             devices, stages = self._grids[model][0].devices, variable_owners(partition.stages, model.variables)
-            home_of = homes(model, stages, len(devices), shards_weights=self._shards_weights)
+            home_of = placements(model, stages, len(devices), shards_weights=self._shards_weights)
             place_weights(model, home_of, devices)
         self._partitions[model] = partition
         self._versions[model] = ModelVersion(model, counts_variables=bool(self._groups))

@@ -50,7 +50,7 @@ class RowSums:
             rows = {}
             for index, (lookup, _) in enumerate(self._lookups(self._like, equal=False)):
                 slices = [RowSlices(*tensors[2 * index : 2 * index + 2]) for tensors in flat]
-                if self._kind(lookup) == "shared":  # to merge the rows of each micro-batch separately
+                if self._kind(lookup) == "merge":  # to merge the rows of each micro-batch separately
                     slices = list(map(indexed_slices.numbered, slices))
                 rows[lookup] = _concat(slices)
         for lookup, _ in self._lookups(self._like, equal=True):
@@ -67,7 +67,7 @@ class RowSums:
             for parameter, gradient in enumerate(gradients)
             if isinstance(gradient, tuple)
             for lookup, rows in enumerate(gradient)
-            if (self._kind((parameter, lookup)) == "equal") is equal
+            if (self._kind((parameter, lookup)) == "sum") is equal
         ]
 
     def _kind(self, lookup: tuple[int, int]) -> indexed_slices.Kind | None:
@@ -127,7 +127,7 @@ def sum_over_workers(
 def _sum_worker_rows(
     rows: RowSlices, kind: indexed_slices.Kind | None, weight: keras.Variable, peers: Peers
 ) -> RowSlices:
-    if kind == "equal":
+    if kind == "sum":
         (values,) = peers.add_gradients([rows.values], [weight])
         return rows._replace(values=values)
     return RowSlices(*peers.all_gather(list(rows), weight.value.device))
@@ -136,7 +136,7 @@ def _sum_worker_rows(
 def _sum_rows(replicas: Sequence[RowSlices], kind: indexed_slices.Kind | None) -> RowSlices:
     if len(replicas) == 1:
         return replicas[0]
-    if kind == "equal":
+    if kind == "sum":
         return replicas[0]._replace(values=tf.add_n([rows.values for rows in replicas]))
     return _concat(replicas)
 
@@ -154,7 +154,7 @@ def _join_lookups(
     lookups: Sequence[RowSlices], kinds: Sequence[indexed_slices.Kind | None], shape: Sequence[int]
 ) -> tf.IndexedSlices:
     pairs = zip(lookups, kinds, strict=True)
-    merged = [indexed_slices.merged(rows) if kind == "shared" else rows for rows, kind in pairs]
+    merged = [indexed_slices.merged(rows) if kind == "merge" else rows for rows, kind in pairs]
     with tf.device("CPU:0"):  # otherwise the size is in the memory of the GPU
         dense_shape = tf.constant(tuple(shape), tf.int64)
     return indexed_slices.join(list(map(_with_int64, merged)), dense_shape)

@@ -16,7 +16,7 @@ from tfpar.pipeline.stages.compiler import CompiledStages, StageCompiler
 from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import metric_logs
 from tfpar.reduction.gradients.gradient_addition import spec_of
-from tfpar.reduction.losses_of_parts import LossReduction
+from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import not_dense
 

@@ -26,7 +26,7 @@ from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.placement.weight_devices import follow_data
 from tfpar.reduction.gradients.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.gradients.row_numbers import Source, Sources
-from tfpar.reduction.losses_of_parts import LossReduction
+from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.vocabulary import gathered_classes
 
 

@@ -12,7 +12,7 @@ from tfpar import cluster
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.graph.ir import Graph, Value
 from tfpar.pipeline.partition.stages import Stage, bytes_per_example, variable_owners, variable_readers
-from tfpar.placement.owners import homes, num_bytes
+from tfpar.placement.owners import num_bytes, placements
 
 
 class Traffic(NamedTuple):
@@ -139,7 +139,10 @@ def _activation_bytes(graph: Graph, stages: Sequence[Stage], workers: Sequence[s
 
 def _gradient_bytes(model: keras.Model, stages: Sequence[Stage], workers: Sequence[Sequence[str]]) -> int:
     """Return the bytes of gradients and of copied weights between workers."""
-    owners, readers = homes(model, variable_owners(stages, model.variables), len(workers)), variable_readers(stages)
+    owners, readers = (
+        placements(model, variable_owners(stages, model.variables), len(workers)),
+        variable_readers(stages),
+    )
     trained = set(map(id, model.trainable_variables))
     total = 0
     for variable in model.variables:
