@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar._compat import tf_determinism
 from tfpar._compat.models import keras_model
-from tfpar._compat.variables import keras_variables, tf_memory_elsewhere
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.job import Job
 from tfpar.messages import user_warnings
 from tfpar.messages.received import excerpt
@@ -115,9 +115,7 @@ class Fallback:
         slots = [] if model.optimizer is None else [one for one in model.optimizer.variables if len(one.shape)]
         updated = {id(variable) for variable in (*model.trainable_variables, *slots)}
         others = [variable for variable in keras_variables.state(model) if id(variable) not in updated]
-        held = [
-            one for one in others if keras_variables.is_allocated(one) and not tf_memory_elsewhere.is_elsewhere(one)
-        ]
+        held = [one for one in others if keras_variables.is_allocated(one) and not sharded_memory.is_remote(one)]
         self._values = [(variable, variable.numpy()) for variable in held]
 
     def leave_xla(self) -> None:

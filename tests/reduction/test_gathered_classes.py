@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_model
 from tfpar.reduction.vocabulary import gathered_classes, vocabulary_losses
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -54,7 +54,7 @@ def in_pieces(logits: tf.Tensor, whole: tf.Tensor | None = None) -> tf.Tensor:
     """A tensor noted in pieces; `whole` in place of their concatenation shows whether something reads it."""
     pieces = tf.split(logits, SIZES, -1)
     concatenated = tf.concat(pieces, -1) if whole is None else tf.identity(whole)
-    return gathered_classes.note_pieces(concatenated, ClassPieces(pieces, DEVICES))
+    return gathered_classes.note_shards(concatenated, ClassShards(pieces, DEVICES))
 
 
 def targets_of(name: str) -> np.ndarray:
@@ -140,11 +140,11 @@ def test_ignored_positions_pass_no_gradient_of_logits_that_are_not_finite() -> N
 
 def test_large_logits_lose_no_precision() -> None:
     logits = tf.constant(1e4 + np.round(LOGITS, 1), tf.float32)
-    pieces = ClassPieces(tf.split(logits, SIZES, -1), DEVICES)
+    pieces = ClassShards(tf.split(logits, SIZES, -1), DEVICES)
     found = vocabulary_losses.sparse_losses(tf.constant(LABELS), pieces)
     expected = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.constant(LABELS), logits)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    labels = ClassPieces(tf.split(tf.constant(PARTS, tf.float32), SIZES, -1), DEVICES)
+    labels = ClassShards(tf.split(tf.constant(PARTS, tf.float32), SIZES, -1), DEVICES)
     expected = tf.nn.softmax_cross_entropy_with_logits(tf.constant(PARTS, tf.float32), logits)
     np.testing.assert_allclose(vocabulary_losses.dense_losses(labels, pieces), expected, rtol=1e-5, atol=1e-5)
 

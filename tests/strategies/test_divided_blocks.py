@@ -261,6 +261,6 @@ def test_the_guide_states_the_share_of_the_first_device(model: str) -> None:
     pytest.importorskip("keras_hub")
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "tensor_parallel.md").read_text(encoding="utf-8")
     weights = tfpar.Trainer(MEASURED[model], tfpar.TensorParallel(2), seed=0).model.weights
-    first = sum(int(np.prod(sharded_memory.pieces_of(weight)[0].shape)) for weight in weights)
+    first = sum(int(np.prod(sharded_memory.shards_of(weight)[0].shape)) for weight in weights)
     share = 100 * first / sum(int(np.prod(weight.shape)) for weight in weights)
     assert f"| {model} | {share:.0f} % |" in guide

@@ -170,7 +170,7 @@ def test_equals_one_device(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("name", ["mask of heads", "bias of heads and positions", "constant mask"])
 def test_a_layer_is_divided_unless_its_mask_is_a_constant(name: str) -> None:
     model = tfpar.Trainer(CASES[name][0], tfpar.TensorParallel(2), seed=0).model
-    divided = [sharded_memory.is_divided(weight) for layer in model.layers[:-1] for weight in layer.weights]
+    divided = [sharded_memory.is_sharded(weight) for layer in model.layers[:-1] for weight in layer.weights]
     assert any(divided) == (name != "constant mask")
 
 

@@ -20,7 +20,7 @@ from tests.strategies.test_tensor_parallel import trained as trained_in_shards
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases, pipeline_cases, small, workers
 from tfpar import config, strategies
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.sharded_memory import is_remote
 from tfpar.placement.owners import num_bytes
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -258,7 +258,7 @@ def train_with_state(name: str, shard: Shard) -> tuple[dict[str, list[float]], l
     callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if swaps else []
     history = trainer.fit(inputs, targets, callbacks=callbacks, **settings).history
     slots = [slot for slot in trainer.model.optimizer.variables if len(slot.shape)]
-    held = sum(num_bytes(slot) for slot in slots if not is_elsewhere(slot))
+    held = sum(num_bytes(slot) for slot in slots if not is_remote(slot))
     with trainer.strategy.engine.whole_state(trainer.model):
         arrays = state_of_shards(trainer.model) if workers.rank() == 0 else trainer.model.get_weights()
         return history, arrays, held / sum(map(num_bytes, slots))

@@ -133,7 +133,7 @@ def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
     return {
         "/".join(variable.path.split("/")[-2:]): variable.value.sizes
         for variable in model.weights
-        if sharded_memory.is_divided(variable)
+        if sharded_memory.is_sharded(variable)
     }
 
 
@@ -182,7 +182,7 @@ def test_a_rule_divides_its_layer_alone(build: Any, data: Any, rules: Any, expec
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
     trainer, *found = trained(build, data(), tfpar.TensorParallel(3, layout=rules))
     assert_equal(found, wanted)
-    paths = [one.path for one in trainer.model.weights if sharded_memory.is_divided(one)]
+    paths = [one.path for one in trainer.model.weights if sharded_memory.is_sharded(one)]
     assert expected in paths
     assert {path.split("/")[0] for path in paths} == {expected.split("/")[0]}
 
@@ -194,8 +194,8 @@ def assert_holds_pieces(model: keras.Model) -> None:
     slots = [slot for slot in model.optimizer.variables if slot.shape == up.shape]
     assert len(slots) == 4, "momentum, velocity, average and accumulator"
     for variable in (up, *slots):
-        assert [piece.device[-5:] for piece in variable.value.pieces] == ["CPU:2", "CPU:1"]
-        assert [tuple(piece.shape) for piece in variable.value.pieces] == [(12, 5), (12, 5)]
+        assert [shard.device[-5:] for shard in variable.value.shards] == ["CPU:2", "CPU:1"]
+        assert [tuple(shard.shape) for shard in variable.value.shards] == [(12, 5), (12, 5)]
     norm = next(layer for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization))
     assert norm.gamma.value.device.endswith("CPU:2"), "a whole weight is on the first device"
 
@@ -208,7 +208,7 @@ def test_a_device_holds_its_pieces_only_which_no_step_gathers(monkeypatch: pytes
 
     def train_step(engine: StageEngine, *arguments: Any) -> tf.Tensor:
         with monkeypatch.context() as patched:
-            patched.setattr(sharded_memory.DividedMemory, "read_value", gather)
+            patched.setattr(sharded_memory.ShardedMemory, "read_value", gather)
             return step(engine, *arguments)
 
     step = StageEngine.train_step

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tfpar._compat.variables.sharded_memory import is_divided
+from tfpar._compat.variables.sharded_memory import is_sharded
 from tfpar.reduction.vocabulary import gathered_classes
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -119,14 +119,14 @@ STRATEGIES = {
 )
 def test_equals_one_device_and_never_gathers(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())
-    note = gathered_classes.note_pieces
+    note = gathered_classes.note_shards
 
     def spoilt(whole: tf.Tensor, pieces: Any) -> tf.Tensor:
         return note(whole * np.nan if whole.shape[-1] == CLASSES else whole, pieces)
 
-    monkeypatch.setattr(gathered_classes, "note_pieces", spoilt)
+    monkeypatch.setattr(gathered_classes, "note_shards", spoilt)
     found = trained(CASES[name], name, STRATEGIES[strategy]())
-    divided = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_divided(weight)}
+    divided = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_sharded(weight)}
     sizes = (4, 4, 3) if strategy == "shards" else (6, 5)
     assert sizes in divided.values()
     if name == "tied":

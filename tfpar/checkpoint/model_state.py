@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.optimizers import keras_sharded_slots
-from tfpar._compat.variables import tf_memory_elsewhere
+from tfpar._compat.variables import sharded_memory
 from tfpar.checkpoint import file_format, host_copies
 from tfpar.checkpoint.held_arrays import HeldArray
 from tfpar.checkpoint.model_differences import refusal
@@ -107,7 +107,7 @@ def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dic
 
 def _array(variable: Any) -> np.ndarray:
     """Return a copy of a variable, or the array that another process has lent to it."""
-    lent = tf_memory_elsewhere.lent_array(variable)
+    lent = sharded_memory.lent_array(variable)
     return storable(np.asarray(variable.numpy() if lent is None else lent))
 
 

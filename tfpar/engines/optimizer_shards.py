@@ -29,12 +29,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.optimizers import (
-    keras_divided_optimizer,
     keras_optimizer,
     keras_sharded_slots,
     keras_sharded_updates,
 )
-from tfpar._compat.variables import keras_variables, sharded_memory, tf_memory_elsewhere
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.engines.slot_gathering import gathered
 from tfpar.job import Job
 from tfpar.per_model import PerModel
@@ -159,7 +158,7 @@ class OptimizerShards:
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is a slot on a device of a replica, of this process or another."""
         on = (keras_variables.is_on(variable, device) for device in self._devices)
-        return tf_memory_elsewhere.is_elsewhere(variable) or (keras_sharded_slots.is_owned(variable) and any(on))
+        return sharded_memory.is_remote(variable) or (keras_sharded_slots.is_owned(variable) and any(on))
 
     def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the variables of the optimizer in the memory of a device of this process, by its number."""
@@ -208,8 +207,10 @@ class OptimizerShards:
             self._job.require_equal({"built optimizers": str([optimizer.built for optimizer in optimizers])})
         for optimizer in (optimizer for optimizer in optimizers if optimizer.built):
             for slot, weight in keras_sharded_slots.slots_of_weights(optimizer):
-                if not keras_sharded_slots.is_owned(slot):
+                if (self._devices or self._job.num_workers > 1) and not keras_sharded_slots.is_owned(slot):
                     self._move(slot, here.get(id(weight)))
+            if not self._devices:
+                keras_optimizer.move_optimizer(optimizer, keras_sharded_slots.weights_of(optimizer))
             self._hold(model, optimizer)
 
     def _move(self, slot: keras.Variable, replica: int | None) -> None:
@@ -233,13 +234,14 @@ class OptimizerShards:
             gradients: For each weight the sum on each replica of this process, right on its owner; None for a weight
                 without a gradient.
         """
-        if all(sums is None for sums in gradients):
-            optimizer.apply(list(gradients), list(weights))  # raises
         here = self._here(model)
         wholes = [id(sharded_memory.whole_of(weight)[0]) for weight in weights]
         own = [number for number, whole in enumerate(wholes) if whole in here]
         totals = {number: gradients[number][here[wholes[number]]] for number in own if gradients[number] is not None}
-        own = own if totals else []
+        if all(sums is None for sums in gradients):
+            own = list(range(len(weights)))  # for which the optimizer raises
+        elif not totals:
+            own = []
         updated = [wholes[number] for number in totals]
         norm_dtype = keras.backend.result_type(*(weight.dtype for weight in weights))
         of_all_gradients = keras_sharded_updates.of_all_gradients(self._communicator.add, norm_dtype)
@@ -260,9 +262,7 @@ class OptimizerShards:
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(keras_optimizer.one_device_optimizer())
             contexts.enter_context(keras_sharded_slots.of_owners(weights, here))
-            if any(map(sharded_memory.is_divided, weights)):
-                contexts.enter_context(keras_divided_optimizer.of_pieces(optimizer, updated))
-            contexts.enter_context(keras_sharded_updates.only_own(optimizer))
+            contexts.enter_context(keras_sharded_updates.own_shards(optimizer, updated))
             yield
 
     def finalize(self, model: keras.Model, optimizer: Any) -> None:
@@ -318,7 +318,7 @@ class OptimizerShards:
         if not slots:
             yield
             return
-        with gathered(slots, self._job, folder) as arrays, tf_memory_elsewhere.lent(arrays):
+        with gathered(slots, self._job, folder) as arrays, sharded_memory.lent(arrays):
             self._is_lent = True
             try:
                 yield

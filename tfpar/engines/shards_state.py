@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfpar._compat.variables import tf_memory_elsewhere
+from tfpar._compat.variables import sharded_memory
 from tfpar.engines.engine import Engine
 from tfpar.engines.optimizer_shards import OptimizerShards
 
@@ -53,5 +53,5 @@ class ShardsState(Engine):
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Set a variable so that it reads as `value`; a slot of another worker is set there."""
-        if not tf_memory_elsewhere.is_elsewhere(variable):
+        if not sharded_memory.is_remote(variable):
             super().assign(variable, value)

@@ -34,8 +34,8 @@ def _divided_bytes(layout: Layout, facts: ModelFacts) -> tuple[float, float]:
     """Return the bytes of weights with gradients, and of the optimizer's state, of the device with the most."""
     weights = facts.weight_bytes + facts.trainable_bytes
     # In one process the replicas of a pipeline divide the state anyway.
-    is_divided = layout.shard is not None or (layout.num_stages > 1 and layout.replicas_per_worker > 1)
-    owners, parts = layout.num_replicas if is_divided else 1, layout.num_stages * layout.num_shards
+    is_sharded = layout.shard is not None or (layout.num_stages > 1 and layout.replicas_per_worker > 1)
+    owners, parts = layout.num_replicas if is_sharded else 1, layout.num_stages * layout.num_shards
     if parts == 1:
         owned_part = _largest_share(facts.variable_bytes, owners)
         return weights * (owned_part if layout.shard == "weights" else 1), facts.slot_bytes * owned_part

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfpar._compat.models import keras_model
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.elementwise import dropped
 from tfpar.sharding.model_sharding import Cut, ShardingRule
 from tfpar.sharding.placed_values import Placed
@@ -91,13 +91,13 @@ def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
             tensors[mask_of_heads] = masks[shard]
         with tf.device(device):
             zeros = {id(one): tf.zeros(one.shape, one.dtype) for one in layer.weights if shard and _is_output_bias(one)}
-            with sharded_memory.as_pieces(layer.weights, shard, zeros), _dropping(layer, factors, shard):
+            with sharded_memory.as_shards(layer.weights, shard, zeros), _dropping(layer, factors, shard):
                 partial.append(run_call(call, tensors, training))
     mask = keras_model.mask_of(partial[0])
     if isinstance(layer, keras.layers.MultiHeadAttention) and keras_model.is_of_keras(type(layer).call):
         for value in dict.fromkeys(call.inputs):  # as the layer does with the inputs that it receives
             placed.remove_mask(value)
-    output = pieces_of.added(partial, placed.devices)
+    output = sharded_values.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         return keras_model.with_mask(output, mask)
 
@@ -127,7 +127,7 @@ def _score_factors(placed: Placed, call: Call) -> tuple[tf.Tensor, ...]:
 def _pieces_of_heads(placed: Placed, call: Call, scores: tf.Tensor) -> tuple[tf.Tensor, ...]:
     """Return a tensor `[batch, heads, query, key]` in pieces, as the heads of a layer."""
     sizes = next(one.value.sizes for one in call.operation.weights if one.path.endswith(f"{_OUTPUT}/kernel"))
-    return pieces_of.divided(scores, sizes, _HEADS_OF_SCORES, placed.devices)
+    return sharded_values.divided(scores, sizes, _HEADS_OF_SCORES, placed.devices)
 
 
 def _dropout_of(layer: Any) -> keras.layers.Dropout:

@@ -16,12 +16,12 @@ import tensorflow as tf
 from tfpar._compat.models import keras_model
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Call, run_call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.dense import WIDE_OUTPUT
 from tfpar.sharding.elementwise import activated, activates_pieces
 from tfpar.sharding.model_sharding import Cut, ShardingRule, even_sizes
 from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
-from tfpar.sharding.sharded_values import Pieces
+from tfpar.sharding.sharded_values import ShardedValue
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 DEPTHWISE = (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -124,7 +124,7 @@ def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):
             partial.append(_convolved(layer, given, shard, device))
-    output = pieces_of.added(partial, placed.devices)
+    output = sharded_values.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         bias = None if layer.bias is None else tf.cast(tf.convert_to_tensor(layer.bias), layer.compute_dtype)
         output = _with_bias(layer, output, bias)
@@ -168,14 +168,14 @@ def _with_bias(layer: Any, outputs: tf.Tensor, bias: tf.Tensor | None) -> tf.Ten
     return keras.ops.add(outputs, keras.ops.reshape(bias, shape))
 
 
-def _run_channelwise(gives: int, placed: Placed, call: Call, training: bool) -> Pieces:
+def _run_channelwise(gives: int, placed: Placed, call: Call, training: bool) -> ShardedValue:
     value = call.inputs[0]
     held, outputs = placed.tensors[value], []
     for device, piece in zip(placed.devices, held.tensors, strict=True):
         with tf.device(device):
             given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))
             outputs.append(run_call(call, {value: given}, training))
-    return Pieces(tuple(outputs), gives, keras_model.mask_of(outputs[0]))
+    return ShardedValue(tuple(outputs), gives, keras_model.mask_of(outputs[0]))
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def _any_number_of_channels(layer: Any) -> Iterator[None]:
         layer.input_spec = spec
 
 
-def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) -> Pieces:
+def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) -> ShardedValue:
     layer, value = call.operation, call.inputs[0]
     held = placed.pieces(value, axis, even_sizes(int(value.shape[axis] or 0), len(placed.devices)))
     sizes = [int(piece.shape[axis]) for piece in held.tensors]
@@ -197,7 +197,7 @@ def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) ->
         own = {id(state): pieces[shard] for state, pieces in statistics}
         with (
             tf.device(device),
-            sharded_memory.as_pieces(layer.variables, shard, own),
+            sharded_memory.as_shards(layer.variables, shard, own),
             _any_number_of_channels(layer),
         ):
             given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))
@@ -205,11 +205,11 @@ def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) ->
             changed.append([tf.convert_to_tensor(state) for state, _ in statistics])
     for (state, before), after in zip(statistics, zip(*changed, strict=True), strict=True):
         if after[0] is not before[0]:
-            state.assign(pieces_of.gathered(after, 0, placed.devices))
-    return Pieces(tuple(outputs), axis, keras_model.mask_of(outputs[0]))
+            state.assign(sharded_values.gathered(after, 0, placed.devices))
+    return ShardedValue(tuple(outputs), axis, keras_model.mask_of(outputs[0]))
 
 
 def _state_pieces(state: Any, sizes: Sequence[int], placed: Placed) -> tuple[tf.Tensor, ...]:
     with tf.device(placed.devices[0]):
         whole = tf.convert_to_tensor(state)
-    return pieces_of.divided(whole, sizes, 0, placed.devices)
+    return sharded_values.divided(whole, sizes, 0, placed.devices)

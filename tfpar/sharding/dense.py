@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_model
 from tfpar.pipeline.graph.ir import Call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.elementwise import activated, activates_pieces
 from tfpar.sharding.model_sharding import Cut, ShardingRule
 from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
-from tfpar.sharding.sharded_values import Pieces
+from tfpar.sharding.sharded_values import ShardedValue
 
 # The least number of outputs for each input of a Dense layer that is divided by columns also after columns.
 WIDE_OUTPUT = 4
@@ -88,7 +88,7 @@ def _multiply(layer: Any, equation: str, inputs: tf.Tensor, kernel: tf.Tensor) -
 
 def _run_columns(
     equation: str, axis: int, divides_bias: bool, placed: Placed, call: Call, training: bool
-) -> Pieces | tf.Tensor:
+) -> ShardedValue | tf.Tensor:
     layer, (value,) = call.operation, call.inputs
 
     outputs = []
@@ -110,7 +110,7 @@ def _run_columns(
 def _copy(variable: Any, home: str, device: str) -> tf.Tensor:
     with tf.device(home):
         value = tf.convert_to_tensor(variable)
-    return pieces_of.sent(value, home, device)
+    return sharded_values.sent(value, home, device)
 
 
 def _run_rows(equation: str, axis: int, placed: Placed, call: Call, training: bool) -> tf.Tensor:
@@ -122,7 +122,7 @@ def _run_rows(equation: str, axis: int, placed: Placed, call: Call, training: bo
             partial.append(
                 _multiply(layer, equation, given, weight_piece(layer.kernel, shard, device, layer.compute_dtype))
             )
-    output = pieces_of.added(partial, placed.devices)
+    output = sharded_values.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         if layer.bias is not None:
             output = keras.ops.add(output, tf.cast(tf.convert_to_tensor(layer.bias), layer.compute_dtype))

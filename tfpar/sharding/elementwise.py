@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_model
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.model_sharding import Cut, ShardingRule
 from tfpar.sharding.placed_values import Placed, layer_mask
-from tfpar.sharding.sharded_values import Pieces
+from tfpar.sharding.sharded_values import ShardedValue
 
 _ACTIVATIONS = {
     "celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh",
@@ -52,7 +52,7 @@ def activates_pieces(layer: Any) -> bool:
     return layer.activation is None or is_elementwise(layer.activation)
 
 
-def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Call) -> Pieces | tf.Tensor:
+def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Call) -> ShardedValue | tf.Tensor:
     """Return the output of a layer call after its activation, in pieces if that treats elements separately.
 
     Args:
@@ -64,14 +64,14 @@ def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Cal
     layer, (value,) = call.operation, call.inputs
     mask = layer_mask(layer, placed, value)
     if not activates_pieces(layer):
-        whole = pieces_of.gathered(outputs, axis, placed.devices)
+        whole = sharded_values.gathered(outputs, axis, placed.devices)
         with tf.device(placed.devices[0]):
             return keras_model.with_mask(layer.activation(whole), mask)
     found = []
     for output, device in zip(outputs, placed.devices, strict=True):
         with tf.device(device):
             found.append(output if layer.activation is None else layer.activation(output))
-    return Pieces(tuple(found), axis, mask)
+    return ShardedValue(tuple(found), axis, mask)
 
 
 def elementwise_rules(call: Call) -> tuple[ShardingRule, ...]:
@@ -108,7 +108,7 @@ def _is_plain_dropout(call: Call) -> bool:
     return type(layer) is keras.layers.Dropout and not layer.noise_shape and not layer.activity_regularizer
 
 
-def _run(placed: Placed, call: Call, training: bool) -> Pieces:
+def _run(placed: Placed, call: Call, training: bool) -> ShardedValue:
     """Run a call on each device, with the pieces of its inputs."""
     held = [placed.tensors[value] for value in call.inputs]
     axis, outputs = held[0].axis, []
@@ -123,7 +123,7 @@ def _run(placed: Placed, call: Call, training: bool) -> Pieces:
             else:
                 outputs.append(run_call(call, tensors, training))
     with tf.device(placed.devices[0]):
-        return Pieces(tuple(outputs), axis, _mask(call, [one.mask for one in held]))
+        return ShardedValue(tuple(outputs), axis, _mask(call, [one.mask for one in held]))
 
 
 def _mask(call: Call, masks: list[Any]) -> Any:
@@ -134,7 +134,7 @@ def _mask(call: Call, masks: list[Any]) -> Any:
     return call.operation.compute_mask([None] * len(masks), masks) if is_merge else masks[0]
 
 
-def _dropout_factors(placed: Placed, call: Call, held: Pieces) -> tuple[tf.Tensor, ...]:
+def _dropout_factors(placed: Placed, call: Call, held: ShardedValue) -> tuple[tf.Tensor, ...]:
     """Return the factors of a dropout for each piece: drawn for the whole value, as on one device."""
     sizes = [int(piece.shape[held.axis]) for piece in held.tensors]
     first = held.tensors[0]
@@ -143,7 +143,7 @@ def _dropout_factors(placed: Placed, call: Call, held: Pieces) -> tuple[tf.Tenso
         shape[held.axis] = tf.constant(sum(sizes))
         ones = tf.ones(tf.stack(shape), first.dtype)
         factors = run_call(call, {call.inputs[0]: ones}, True)
-    return pieces_of.divided(tf.stop_gradient(factors), sizes, held.axis, placed.devices)
+    return sharded_values.divided(tf.stop_gradient(factors), sizes, held.axis, placed.devices)
 
 
 def dropped(piece: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:

@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_model
 from tfpar.pipeline.graph.ir import Call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.model_sharding import Cut, ShardingRule
 from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
-from tfpar.sharding.sharded_values import Pieces
+from tfpar.sharding.sharded_values import ShardedValue
 
 
 def embedding_rules(call: Call) -> tuple[ShardingRule, ...]:
@@ -83,10 +83,10 @@ def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
                 rows = tf.gather(table, own)
             outputs.append(tf.cast(rows, layer.compute_dtype))
     if by_rows:
-        total = pieces_of.added(outputs, placed.devices)
+        total = sharded_values.added(outputs, placed.devices)
         with tf.device(placed.devices[0]):
             return keras_model.with_mask(_in_rows_of(given, total), mask)
-    return Pieces(tuple(_in_rows_of(given, output) for output in outputs), -1, mask)
+    return ShardedValue(tuple(_in_rows_of(given, output) for output in outputs), -1, mask)
 
 
 def _in_rows_of(numbers: Any, embedded: tf.Tensor) -> Any:
@@ -114,7 +114,7 @@ def _look_up(run: Any, placed: Placed, call: Call, training: bool) -> tf.Tensor:
         return keras_model.with_mask(rows, keras.layers.Embedding.compute_mask(layer, placed.whole(value)))
 
 
-def _run_reverse(placed: Placed, call: Call, training: bool) -> Pieces:
+def _run_reverse(placed: Placed, call: Call, training: bool) -> ShardedValue:
     layer, (value,) = call.operation, call.inputs
     variable = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
 
@@ -123,7 +123,7 @@ def _run_reverse(placed: Placed, call: Call, training: bool) -> Pieces:
         given, kernel = placed.on(value, shard), weight_piece(variable, shard, device, layer.compute_dtype)
         with tf.device(device):
             outputs.append(_scores(layer, tf.cast(given, layer.compute_dtype), kernel))
-    return Pieces(tuple(outputs), -1)
+    return ShardedValue(tuple(outputs), -1)
 
 
 def _scores(layer: Any, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:

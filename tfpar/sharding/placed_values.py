@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfpar._compat.models import keras_model
 from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.pipeline.graph.ir import Value
-from tfpar.sharding import sharded_values as pieces_of
-from tfpar.sharding.sharded_values import Pieces, sent
+from tfpar.sharding import sharded_values
+from tfpar.sharding.sharded_values import ShardedValue, sent
 
 
 class Placed:
@@ -31,10 +31,10 @@ class Placed:
     def whole(self, value: Value) -> Any:
         """Return a whole value on the first device; pieces are gathered once."""
         held = self.tensors[value]
-        if not isinstance(held, Pieces):
+        if not isinstance(held, ShardedValue):
             return held
         if value not in self._whole:
-            tensor = pieces_of.gathered(held.tensors, held.axis, self.devices)
+            tensor = sharded_values.gathered(held.tensors, held.axis, self.devices)
             self._whole[value] = keras_model.with_mask(tensor, held.mask)
         return self._whole[value]
 
@@ -42,10 +42,10 @@ class Placed:
         """Return a whole value on the device of a shard, where it is sent once."""
         if (value, shard) not in self._copies:
             tensor = self.whole(value)
-            self._copies[value, shard] = pieces_of.sent(tensor, self.devices[0], self.devices[shard])
+            self._copies[value, shard] = sharded_values.sent(tensor, self.devices[0], self.devices[shard])
         return self._copies[value, shard]
 
-    def pieces(self, value: Value, axis: int, sizes: Sequence[int]) -> Pieces:
+    def pieces(self, value: Value, axis: int, sizes: Sequence[int]) -> ShardedValue:
         """Return the pieces of a value; a whole one is divided, as a user's rule may ask for.
 
         Args:
@@ -54,19 +54,19 @@ class Placed:
             sizes: The size of each piece of a whole value.
         """
         held = self.tensors[value]
-        if isinstance(held, Pieces):
+        if isinstance(held, ShardedValue):
             return held
-        return Pieces(pieces_of.divided(held, sizes, axis, self.devices), axis, self.mask(value))
+        return ShardedValue(sharded_values.divided(held, sizes, axis, self.devices), axis, self.mask(value))
 
     def mask(self, value: Value) -> Any:
         """Return the Keras mask of a value, None for none."""
         held = self.tensors[value]
-        return held.mask if isinstance(held, Pieces) else keras_model.mask_of(held)
+        return held.mask if isinstance(held, ShardedValue) else keras_model.mask_of(held)
 
     def remove_mask(self, value: Value) -> None:
         """Remove the Keras mask of a value, as a layer does that removes those of its inputs."""
         held = self.tensors[value]
-        if isinstance(held, Pieces):
+        if isinstance(held, ShardedValue):
             self.tensors[value] = dataclasses.replace(held, mask=None)
             self._whole.pop(value, None)
         elif keras_model.mask_of(held) is not None:
@@ -119,4 +119,4 @@ def layer_mask(layer: Any, placed: Placed, value: Value) -> Any:
         if not layer.supports_masking:
             return None
         held = placed.tensors[value]
-        return layer.compute_mask(None if isinstance(held, Pieces) else held, placed.mask(value))
+        return layer.compute_mask(None if isinstance(held, ShardedValue) else held, placed.mask(value))

@@ -13,11 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar.reduction.vocabulary import gathered_classes
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pieces:
+class ShardedValue:
     """A value in pieces along an axis, one on each device.
 
     Args:
@@ -71,7 +71,7 @@ def gathered(pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> 
     home = devices[0]
     with tf.device(home):
         whole = tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
-    return whole if axis != -1 else gathered_classes.note_pieces(whole, ClassPieces(pieces, devices))
+    return whole if axis != -1 else gathered_classes.note_shards(whole, ClassShards(pieces, devices))
 
 
 def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:

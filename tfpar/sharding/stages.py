@@ -21,7 +21,7 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
 from tfpar.pipeline.partition.stages import Stage, owner_of, users_of
 from tfpar.placement.owners import homes
-from tfpar.sharding import updates
+from tfpar.placement.weight_devices import place_weights
 from tfpar.sharding.model_sharding import ModelSharding, ShardingRule
 from tfpar.sharding.offers import sharding_of
 from tfpar.sharding.placed_values import Placed, WholeValues
@@ -140,7 +140,7 @@ def divide_stages(
         warn_of_nothing(model, reasons)
     elif warns and user_rules is None:
         warn_of_whole(model, graph.calls, divisions, reasons)
-    updates.place(model, divisions, devices_of)
+    place_weights(model, devices_of, divisions)
     return found
 
 

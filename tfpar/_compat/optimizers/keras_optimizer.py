@@ -19,8 +19,8 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tfpar._compat import versions
 from tfpar._compat.optimizers.keras_optimizer_copy import optimizer_of_weight, unbuilt_copy
 from tfpar._compat.variables import keras_variables, keras_weight_keys
-from tfpar._compat.variables.keras_weight_placement import place
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.keras_weight_placement import place_as
+from tfpar._compat.variables.sharded_memory import is_remote
 from tfpar._compat.variables.tf_shared_scalars import SharedScalars
 
 
@@ -90,7 +90,7 @@ def _memory(variable: Any) -> Any:
 
 
 def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
-    """Move the slots of a built optimizer to the devices of its moved weights.
+    """Place the slots of a built optimizer on the devices of its weights, in shards where these are sharded.
 
     Args:
         optimizer: A built optimizer.
@@ -98,8 +98,8 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
     """
     keras_variables.find_slots(keras_variables.innermost(optimizer))
     for slot, variable in slots_of(optimizer, variables):
-        if not is_elsewhere(slot):
-            place(slot, variable.value.device)
+        if not is_remote(slot):
+            place_as(slot, variable)
 
 
 def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -111,9 +111,9 @@ def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple
         optimizer: A built optimizer.
         variables: The weights that it was built for.
     """
-    found = []
+    found, prefixes = [], [(variable, variable.path.replace("/", "_") + "_") for variable in variables]
     for slot in keras_variables.innermost(optimizer).variables:
-        of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
+        of = [variable for variable, prefix in prefixes if slot.name.startswith(prefix)]
         weight = max(of, key=lambda variable: len(variable.path), default=None)  # kernel_2, where there is a kernel too
         if weight is not None and slot.shape == weight.shape:
             found.append((slot, weight))

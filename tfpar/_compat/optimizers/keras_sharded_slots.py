@@ -1,7 +1,7 @@
 """Slots of an optimizer that one replica alone holds, the owner of their weight: their memory, and that of the weights.
 
     weight   DistributedVariable ─┬ tf.Variable on replica 0        slot   tf.Variable on replica 1, its owner;
-                                  └ tf.Variable on replica 1               MemoryElsewhere in other processes
+                                  └ tf.Variable on replica 1               RemoteMemory in other processes
 
 Written for Keras 3.15 and TensorFlow 2.21. A mirrored `keras.Variable` has a `DistributedVariable` in `_value`
 (tensorflow/python/distribute/values.py).
@@ -25,9 +25,10 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tfpar._compat import versions
 from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables, sharded_memory
-from tfpar._compat.variables.tf_memory_elsewhere import MemoryElsewhere, is_elsewhere
+from tfpar._compat.variables.sharded_memory import RemoteMemory, ShardedMemory, is_remote
 
 _OWNED = "_tfpar_owned"  # an attribute of the memory of slots on one device
+_UNIFORM = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 _HOLDER = "_tfpar_holder"  # an attribute of a slot of one process, also where it has memory: the rank of its holder
 
 
@@ -52,28 +53,39 @@ def hold(slot: Any, holder: int, *, is_held_here: bool) -> None:
     """
     setattr(slot, _HOLDER, holder)
     if not is_held_here:
-        if not is_elsewhere(slot):
-            slot._value = MemoryElsewhere(slot)
+        if not is_remote(slot):
+            slot._value = RemoteMemory(slot)
         slot._value.holder = holder
 
 
 @contextlib.contextmanager
 def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
-    """Create the slots of weights of other processes without memory inside this context.
+    """Create slots sharded as their weights inside this context, and those of other processes without memory.
 
     Args:
         is_held_here: Takes a weight, and returns whether this process holds its slots.
     """
-    original = TFOptimizer.add_variable_from_reference
+    original, initialize = TFOptimizer.add_variable_from_reference, Variable._initialize_with_initializer
 
     def add(optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_held_here(reference_variable):
+        memory: Any = getattr(reference_variable, "_value", None)
+
+        def in_shards(slot: Any, values: Any) -> None:
+            if isinstance(values, _UNIFORM):
+                sharded_memory.initialize_sharded(slot, values, memory)
+            else:
+                with tf.device("CPU:0"):
+                    initialize(slot, values)
+                sharded_memory.place_shards(slot, memory.axis, memory.sizes, memory.devices)
+
+        is_here = is_held_here(reference_variable)
+        if is_here and not isinstance(memory, ShardedMemory):
             return original(optimizer, reference_variable, *args, **kwargs)
-        with mock.patch.object(Variable, "_initialize_with_initializer", elsewhere):
+        with mock.patch.object(Variable, "_initialize_with_initializer", in_shards if is_here else without_memory):
             return BaseOptimizer.add_variable_from_reference(optimizer, reference_variable, *args, **kwargs)
 
-    def elsewhere(variable: Any, initializer: Any) -> None:
-        variable._value = MemoryElsewhere(variable)
+    def without_memory(slot: Any, initializer: Any) -> None:
+        slot._value = RemoteMemory(slot)
 
     with mock.patch.object(TFOptimizer, "add_variable_from_reference", add):
         yield
@@ -144,8 +156,8 @@ def memories(variable: keras.Variable) -> Sequence[tf.Variable]:
 
 def copies(weight: keras.Variable) -> list[Sequence[tf.Variable]]:
     """Return the memory on each local replica of a weight, or of each of its pieces."""
-    if sharded_memory.is_divided(weight):
-        return [(piece,) for piece in sharded_memory.memories_of(weight)]
+    if sharded_memory.is_sharded(weight):
+        return [(shard,) for shard in sharded_memory.memories_of(weight)]
     return [memories(weight)]
 
 
@@ -160,15 +172,16 @@ def of_owners(weights: Sequence[keras.Variable], owners: Mapping[int, int]) -> I
         owners: The number of the local replica by the `id` of a weight, of those of this process.
     """
     mirrored = [
-        (weight, weight._value, weight._value.values[owners[id(weight)]])
+        (weight, weight._value.values[owners[id(weight)]])
         for weight in weights
         if id(weight) in owners and isinstance(weight._value, DistributedVariable)
     ]
-    names = [memory.name for _, _, memory in mirrored]
+    names = [(memory, memory.name, weight._value.name) for weight, memory in mirrored]
     try:
-        for weight, of_all, memory in mirrored:
-            weight._value, memory._handle_name = memory, of_all.name
-        yield
+        for memory, _, name in names:
+            memory._handle_name = name
+        with sharded_memory.replaced(mirrored):
+            yield
     finally:
-        for (weight, of_all, memory), name in zip(mirrored, names, strict=True):
-            weight._value, memory._handle_name = of_all, name
+        for memory, name, _ in names:
+            memory._handle_name = name

@@ -5,6 +5,7 @@ Written for Keras 3.15.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfpar._compat import versions
 from tfpar._compat.optimizers.keras_sharded_slots import is_owned, slots_of_weights
-from tfpar._compat.variables import keras_variables
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.per_model import PerModel
 
 AllReduce = Callable[[tf.Tensor], tf.Tensor]
@@ -30,8 +30,26 @@ AllReduce = Callable[[tf.Tensor], tf.Tensor]
 # alone, and sends the new weights to all copies.
 Change = Callable[[keras.Model, Any, Callable[[], None]], None]
 
+_ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+    keras.optimizers.Nadam,
+)
+_NOT_SLOTS = ("_variables", "_trainable_variables")
 _SHARDED = "_tfpar_sharded"  # an attribute of methods that were replaced
 _CHANGES: PerModel[Change] = PerModel()
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Return whether an optimizer updates each element of a weight from its own gradient and slots alone."""
+    return type(keras_variables.innermost(optimizer)) in _ELEMENTWISE
 
 
 def check(optimizer: Any) -> None:
@@ -103,23 +121,91 @@ def of_all_gradients(all_reduce: AllReduce, dtype: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_own(optimizer: Any) -> Iterator[None]:
-    """Let an optimizer know no accumulated gradients and moving averages of other processes inside this context.
+def own_shards(optimizer: Any, updated: Sequence[int]) -> Iterator[None]:
+    """Let an optimizer know each shard of a weight or slot as a variable of its own inside this context.
 
-    Keras has None there for a weight without one.
+    It has None for slots of other processes, as Keras has for a weight without such a slot.
 
     Args:
         optimizer: A built optimizer.
+        updated: For each shard with a gradient, in the order of the update, the `id` of the whole weight.
     """
-    attributes = vars(keras_variables.innermost(optimizer))
-    names = attributes.keys() & {"_accumulated_gradients", "_model_variables_moving_average"}
-    before = {name: attributes[name] for name in names}
-    for name, slots in before.items():
-        attributes[name] = [None if slot is None or is_elsewhere(slot) else slot for slot in slots]
+    inner = keras_variables.innermost(optimizer)
+    attributes, weights = vars(inner), inner._trainable_variables
+    shards = [sharded_memory.shards_of(weight) for weight in weights]
+    of_all = list(itertools.chain.from_iterable(shards))
+    replaced: dict[str, Any] = {"_trainable_variables": of_all}
+    for name, value in attributes.items():
+        if name not in _NOT_SLOTS and _are_slots(value, weights):
+            pairs = zip(value, map(len, shards), strict=True)
+            replaced[name] = [shard for slot, number in pairs for shard in _shards_of_slot(slot, number)]
+    replaced["_trainable_variables_indices"] = {inner._var_key(shard): index for index, shard in enumerate(of_all)}
+    if excluded := set(attributes.get("_exclude_from_weight_decay", ())):
+        are_excluded = [inner._var_key(weight) in excluded for weight in weights]
+        of_excluded = itertools.chain.from_iterable(itertools.compress(shards, are_excluded))
+        replaced["_exclude_from_weight_decay"] = excluded.union(map(inner._var_key, of_excluded))
+    if inner.clipnorm and len(of_all) > len(weights):
+        replaced["_clip_gradients"] = _clip_by_norm_of_weights(inner, updated)
+    before = {name: attributes[name] for name in replaced if name in attributes}
+    attributes.update(replaced)
     try:
         yield
     finally:
+        for name in replaced:
+            del attributes[name]
         attributes.update(before)
+
+
+def _shards_of_slot(slot: Any, number: int) -> list[Any]:
+    if slot is None or sharded_memory.is_remote(slot):
+        return [None] * number
+    return sharded_memory.shards_of(slot)
+
+
+def _are_slots(value: Any, weights: Sequence[Any]) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == len(weights)
+        and any(isinstance(slot, keras.Variable) for slot in value)
+        and all(
+            slot is None or (isinstance(slot, keras.Variable) and slot.shape == weight.shape)
+            for slot, weight in zip(value, weights, strict=True)
+        )
+    )
+
+
+def _clip_by_norm_of_weights(optimizer: Any, updated: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return Keras' clipping by the norm of each weight, for the gradients of shards.
+
+    It computes what `tf.clip_by_norm` of TensorFlow 2.21 does, with the sum of squares over all shards of a weight.
+    """
+
+    def clip(gradients: Sequence[Any]) -> list[Any]:
+        squares: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
+        for weight, gradient in zip(updated, gradients, strict=True):
+            squares[weight].append(tf.reduce_sum(tf.square(_values(gradient))))
+        return [
+            optimizer._clip_by_norm(gradient)
+            if len(squares[weight]) == 1
+            else _scaled(gradient, tf.add_n(squares[weight]), optimizer.clipnorm)
+            for weight, gradient in zip(updated, gradients, strict=True)
+        ]
+
+    return clip
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _scaled(gradient: Any, square: tf.Tensor, limit: float) -> Any:
+    values = _values(gradient)
+    positive = square > 0
+    norm = tf.where(positive, tf.sqrt(tf.where(positive, square, tf.ones_like(square))), square)
+    clipped = values * limit / tf.maximum(norm, tf.constant(limit, norm.dtype))
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape)
+    return clipped
 
 
 def finalizes(optimizer: Any) -> bool:
@@ -161,7 +247,8 @@ def _on_owners(original: Callable[..., None], change: Callable[[Any, Any], Any])
                 if average is not None:
                     change(weight, average)
 
-        if any(is_owned(average) for average in optimizer._model_variables_moving_average if average is not None):
+        averages = [average for average in optimizer._model_variables_moving_average if average is not None]
+        if any(is_owned(average) or sharded_memory.is_sharded(average) for average in averages):
             _CHANGES[callback.model](callback.model, optimizer, change_own)
         else:
             original(callback, optimizer)

@@ -153,7 +153,7 @@ def is_allocated(variable: Any) -> bool:
 
 def is_on(variable: Any, device: str) -> bool:
     """Return whether the memory of a variable is on a device: `"GPU:1"` of this process, or one by its full name."""
-    of_memory = None if sharded_memory.is_divided(variable) else getattr(variable._value, "device", None)
+    of_memory = None if sharded_memory.is_sharded(variable) else getattr(variable._value, "device", None)
     return of_memory is not None and full_name(of_memory) == full_name(device)
 
 

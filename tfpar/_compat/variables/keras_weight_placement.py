@@ -16,7 +16,7 @@ from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfpar._compat import versions
-from tfpar._compat.variables import keras_variables, keras_weight_keys, tf_variable_names
+from tfpar._compat.variables import keras_variables, keras_weight_keys, sharded_memory, tf_variable_names
 
 _deferring = False
 
@@ -138,6 +138,19 @@ def place(variable: Any, device: str) -> bool:
     with tf.init_scope(), tf.device(device):
         keras_variables.re_create(variable, None if current is None else tf.identity(current))
     return True
+
+
+def place_as(variable: Any, weight: Any) -> None:
+    """Place a variable on the device of a weight, or in shards as the weight.
+
+    Args:
+        variable: A Keras variable, such as a slot of an optimizer.
+        weight: A Keras variable with memory.
+    """
+    if sharded_memory.is_sharded(weight):
+        sharded_memory.place_shards(variable, *weight._value.layout)
+    else:
+        place(variable, weight._value.device)
 
 
 def place_rest(model: keras.Model) -> None:

@@ -56,5 +56,5 @@ def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_e
 
 def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
     """Return the variables, or pieces of divided ones, on some devices."""
-    pieces = [piece for variable in variables for piece in sharded_memory.pieces_of(variable)]
+    pieces = [piece for variable in variables for piece in sharded_memory.shards_of(variable)]
     return [piece for piece in pieces if any(keras_variables.is_on(piece, device) for device in devices)]

@@ -275,7 +275,7 @@ class StagePlanner:
         else:
             devices, stages = self._grids[model][0].devices, owner_of(partition.stages, model.variables)
             home_of = homes(model, stages, len(devices), shards_weights=self._shards_weights)
-            place_weights(model, home_of, devices)
+            place_weights(model, lambda variable: [devices[home_of[id(variable)].owner][home_of[id(variable)].stage]])
         self._partitions[model] = partition
         self._versions[model] = ModelVersion(model, counts_variables=bool(self._groups))
         self._stages.pop(model)

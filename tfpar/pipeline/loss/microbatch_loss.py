@@ -310,8 +310,8 @@ class MicrobatchLoss:
         trackers = [state for tracker in keras_metrics.trackers_of_losses(self.model) for state in tracker.variables]
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in trackers]
         parameters = list(zip(self.parameters, arguments.parameters, strict=True))
-        shards = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is not None]
-        whole = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is None]
+        shards = [pair for pair in parameters if sharded_memory.shard_of(pair[0]) is not None]
+        whole = [pair for pair in parameters if sharded_memory.shard_of(pair[0]) is None]
         variables = (*trackers, *self.metric_states, *self.layer_states)
         values = (*zeros, *arguments.metric_states, *arguments.layer_states)
         with (
@@ -412,6 +412,6 @@ def _captured_weights(model: keras.Model, function: Any) -> list[Any]:
     return [
         shard
         for variable in model.trainable_variables
-        for shard in sharded_memory.lasting_pieces(variable)
+        for shard in sharded_memory.shards_of(variable)
         if any(id(handle) in handles for handle in sharded_memory.handles_of(variable))
     ]

@@ -146,9 +146,9 @@ class StageTracer:
         """Add the layer calls to the graph, and their outputs to `tensors`."""
         variables = self.variables
         pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
-        whole = [pair for pair in pairs if sharded_memory.piece_of(pair[0]) is None]
+        whole = [pair for pair in pairs if sharded_memory.shard_of(pair[0]) is None]
         with (
-            sharded_memory.with_values([pair for pair in pairs if sharded_memory.piece_of(pair[0]) is not None]),
+            sharded_memory.with_values([pair for pair in pairs if sharded_memory.shard_of(pair[0]) is not None]),
             tf.device(self.devices[0]),
             tf_tapes.replaced(whole, collect_losses=True) as scope,
             random_state.replica_seeds(lambda: place.number),

@@ -16,14 +16,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat.variables import keras_class_pieces
+from tfpar._compat.variables import keras_class_shards
 from tfpar.reduction.vocabulary import vocabulary_losses, vocabulary_metrics
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards
 
 _ATTRIBUTE = "_tfpar_class_pieces"
 
 
-def note_pieces(tensor: tf.Tensor, pieces: ClassPieces) -> tf.Tensor:
+def note_shards(tensor: tf.Tensor, pieces: ClassShards) -> tf.Tensor:
     """Note that a tensor is the concatenation of pieces along its last axis; return it.
 
     Args:
@@ -48,10 +48,10 @@ def joined(pieces: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
             placed.append(tf.identity(piece))
     with tf.device(devices[0]):
         whole = tf.concat(placed, -1)
-    return note_pieces(whole, ClassPieces(placed, devices))
+    return note_shards(whole, ClassShards(placed, devices))
 
 
-def pieces_of(tensor: Any) -> ClassPieces | None:
+def pieces_of(tensor: Any) -> ClassShards | None:
     """Return the pieces of a tensor that was noted, or computed from such a tensor class by class; None for another.
 
     Args:
@@ -60,7 +60,7 @@ def pieces_of(tensor: Any) -> ClassPieces | None:
     if not isinstance(tensor, tf.Tensor) or not tf.is_symbolic_tensor(tensor) or tensor.shape.rank is None:
         return None
     op = tensor.op
-    noted: ClassPieces | None = getattr(op, _ATTRIBUTE, None)
+    noted: ClassShards | None = getattr(op, _ATTRIBUTE, None)
     if noted is not None or op.type not in _OF_EACH_PIECE or op.inputs[0].shape.rank in (None, 0):
         return noted
     before = pieces_of(op.inputs[0]) if op.inputs[0].shape[-1] == tensor.shape[-1] else None
@@ -81,7 +81,7 @@ def are_probabilities(tensor: Any) -> bool:
     return bool(op.type == "Softmax")
 
 
-def _reshaped(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
+def _reshaped(pieces: ClassShards, tensor: tf.Tensor) -> ClassShards:
     leading = tensor.op.inputs[1][:-1]
 
     def reshape(piece: tf.Tensor) -> tf.Tensor:
@@ -90,11 +90,11 @@ def _reshaped(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
     return pieces.map(reshape)
 
 
-def _cast(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
+def _cast(pieces: ClassShards, tensor: tf.Tensor) -> ClassShards:
     return pieces.map(lambda piece: tf.cast(piece, tensor.dtype))
 
 
-_OF_EACH_PIECE: dict[str, Callable[[ClassPieces, tf.Tensor], ClassPieces]] = {
+_OF_EACH_PIECE: dict[str, Callable[[ClassShards, tf.Tensor], ClassShards]] = {
     "Identity": lambda pieces, tensor: pieces,
     "Cast": _cast,
     "Reshape": _reshaped,
@@ -104,7 +104,7 @@ _OF_EACH_PIECE: dict[str, Callable[[ClassPieces, tf.Tensor], ClassPieces]] = {
 
 def read_in_pieces() -> contextlib.AbstractContextManager[None]:
     """Return a context in which losses and metrics of Keras read the pieces of tensors that have them."""
-    return keras_class_pieces.computed_by(_sparse, _dense, _argmax, _in_top_k, _shape)
+    return keras_class_shards.computed_by(_sparse, _dense, _argmax, _in_top_k, _shape)
 
 
 def _sparse(original: Any, target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
@@ -129,12 +129,12 @@ def _dense(original: Any, target: Any, output: Any, from_logits: bool = False, a
     return vocabulary_losses.dense_losses(pieces._replace(tensors=labels), pieces)
 
 
-def _logits(output: Any, from_logits: bool, axis: int, *, is_sparse: bool) -> ClassPieces | None:
+def _logits(output: Any, from_logits: bool, axis: int, *, is_sparse: bool) -> ClassShards | None:
     if not tf.is_tensor(output) or axis not in (-1, len(output.shape) - 1):
         return None
     if pieces_of(output) is None:
         return None
-    logits, are_logits = keras_class_pieces.logits_of(output, from_logits, is_sparse)
+    logits, are_logits = keras_class_shards.logits_of(output, from_logits, is_sparse)
     return pieces_of(logits) if are_logits else None
 
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 MOST_INDICES = 2**31  # of `InplaceSub`
 
 
-class ClassPieces(NamedTuple):
+class ClassShards(NamedTuple):
     """Values of all classes in pieces along the last axis, such as logits.
 
     Args:
@@ -38,7 +38,7 @@ class ClassPieces(NamedTuple):
         """The number of columns of each piece."""
         return [int(tensor.shape[-1]) for tensor in self.tensors]
 
-    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ClassPieces:
+    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ClassShards:
         """Return a function of each piece, computed on its device.
 
         Args:
@@ -56,17 +56,17 @@ class ClassPieces(NamedTuple):
         with tf.device(self.devices[index]):
             return function(self.tensors[index])
 
-    def rows(self) -> ClassPieces:
+    def rows(self) -> ClassShards:
         """Return the pieces as matrices `[positions, size]`."""
         return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]))
 
 
-def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | None = None) -> tf.Tensor:
+def sparse_losses(labels: tf.Tensor, logits: ClassShards, valid: tf.Tensor | None = None) -> tf.Tensor:
     """Return the cross-entropy of each position, as `tf.nn.sparse_softmax_cross_entropy_with_logits`.
 
     Args:
         labels: The class of each position, an integer tensor `[...]`.
-        logits: ClassPieces `[..., size]`.
+        logits: ClassShards `[..., size]`.
         valid: Whether a position counts, bool `[...]`; None for all. The others have no gradient.
 
     Returns:
@@ -92,12 +92,12 @@ def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | Non
     return tf.reshape(_losses(rows, picked, weights, subtract, is_valid), tf.shape(labels))
 
 
-def dense_losses(labels: ClassPieces, logits: ClassPieces) -> tf.Tensor:
+def dense_losses(labels: ClassShards, logits: ClassShards) -> tf.Tensor:
     """Return the cross-entropy of each position, as `tf.nn.softmax_cross_entropy_with_logits`; no gradient of labels.
 
     Args:
         labels: The distribution over classes at each position, pieces `[..., size]` of the same sizes as the logits.
-        logits: ClassPieces `[..., size]`.
+        logits: ClassShards `[..., size]`.
 
     Returns:
         `[...]`, on the first device.
@@ -117,11 +117,11 @@ def dense_losses(labels: ClassPieces, logits: ClassPieces) -> tf.Tensor:
     return tf.reshape(_losses(rows, picked, weights, subtract), tf.shape(logits.tensors[0])[:-1])
 
 
-def softmax(logits: ClassPieces) -> ClassPieces:
+def softmax(logits: ClassShards) -> ClassShards:
     """Return the softmax over all pieces, in pieces.
 
     Args:
-        logits: ClassPieces `[..., size]`.
+        logits: ClassShards `[..., size]`.
     """
     maximum = _over_pieces(logits, lambda piece: tf.reduce_max(piece, -1, keepdims=True), _maximum)
     powers = logits.map(lambda piece: tf.exp(piece - maximum))
@@ -130,7 +130,7 @@ def softmax(logits: ClassPieces) -> ClassPieces:
 
 
 def _losses(
-    rows: ClassPieces,
+    rows: ClassShards,
     picked: Callable[[int, tf.Tensor], tf.Tensor],
     weights: tf.Tensor,
     subtract: Callable[[int, tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor],
@@ -199,14 +199,14 @@ def _maximum(found: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _over_pieces(
-    pieces: ClassPieces, function: Callable[[tf.Tensor], tf.Tensor], join: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+    pieces: ClassShards, function: Callable[[tf.Tensor], tf.Tensor], join: Callable[[Sequence[tf.Tensor]], tf.Tensor]
 ) -> tf.Tensor:
     found = pieces.map(function).tensors
     with tf.device(pieces.devices[0]):
         return join(found)
 
 
-def columns_in(pieces: ClassPieces, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def columns_in(pieces: ClassShards, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the column of each class in a piece, 0 for a class of another piece, and whether it is in the piece.
 
     Args:

@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces, at_columns, columns_in
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards, at_columns, columns_in
 
 
-def argmax(values: ClassPieces, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+def argmax(values: ClassShards, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
     """Return the first class with the largest value at each position, `[...]`, on the first device.
 
     Args:
@@ -42,12 +42,12 @@ def _largest(piece: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[
     return column, tf.gather(piece, column, axis=-1, batch_dims=column.shape.rank)
 
 
-def in_top_k(labels: tf.Tensor, values: ClassPieces, k: Any) -> tf.Tensor:
+def in_top_k(labels: tf.Tensor, values: ClassShards, k: Any) -> tf.Tensor:
     """Return whether fewer than `k` classes have larger values than the label's, as `tf.math.in_top_k`.
 
     Args:
         labels: The class of each position, an integer tensor `[positions]`.
-        values: ClassPieces `[positions, size]`.
+        values: ClassShards `[positions, size]`.
         k: The number of classes, an integer or a scalar.
 
     Returns:
