@@ -68,7 +68,7 @@ def values_and_gradients(name: str, loss: Any, noted: bool) -> list[np.ndarray]:
     @tf.function(input_signature=[tf.TensorSpec([None, 6, CLASSES], dtype)])
     def compute(logits: tf.Tensor) -> Any:
         wrong = None if name in GATHER else tf.zeros_like(logits)
-        with gathered_classes.read_in_pieces():
+        with gathered_classes.reading_shards():
             outputs = activation(in_pieces(logits, wrong) if noted else logits)
             value = loss(tf.constant(targets_of(name)), keras_model.with_mask(outputs, None) if noted else outputs)
         return value, tf.gradients(value, logits)[0]
@@ -95,7 +95,7 @@ def test_metrics_are_those_of_keras(name: str) -> None:
 
     @tf.function
     def update() -> None:
-        with gathered_classes.read_in_pieces():
+        with gathered_classes.reading_shards():
             metrics[0].update_state(targets, in_pieces(logits, tf.zeros_like(logits)), weights)
         metrics[1].update_state(targets, logits, weights)
 
@@ -108,7 +108,7 @@ def test_logits_in_half_precision_are_read_in_the_precision_of_the_loss() -> Non
 
     @tf.function
     def compute() -> Any:
-        with gathered_classes.read_in_pieces():
+        with gathered_classes.reading_shards():
             return [loss(tf.constant(LABELS), one) for one in (in_pieces(half, tf.zeros_like(half)), half)]
 
     np.testing.assert_allclose(*compute(), rtol=1e-6)
@@ -117,7 +117,7 @@ def test_logits_in_half_precision_are_read_in_the_precision_of_the_loss() -> Non
 def test_a_label_outside_of_the_vocabulary_is_an_error_as_in_keras() -> None:
     @tf.function
     def compute(labels: tf.Tensor) -> tf.Tensor:
-        with gathered_classes.read_in_pieces():
+        with gathered_classes.reading_shards():
             return LOSSES["sparse"](labels, in_pieces(tf.constant(LOGITS, tf.float32)))
 
     for label in (-1, CLASSES):
@@ -130,7 +130,7 @@ def test_ignored_positions_pass_no_gradient_of_logits_that_are_not_finite() -> N
 
     @tf.function
     def compute() -> Any:
-        with gathered_classes.read_in_pieces():
+        with gathered_classes.reading_shards():
             value = LOSSES["sparse, ignore_class"](tf.constant(LABELS), in_pieces(logits))
         return value, tf.gradients(value, logits)[0]
 

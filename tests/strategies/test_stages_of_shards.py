@@ -141,7 +141,7 @@ def test_preview_names_the_devices_of_a_stage() -> None:
     trainer = tfpar.Trainer(pairs, tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2), seed=0)
     preview = trainer.preview(tf.data.Dataset.from_tensor_slices(of_features()).batch(8))
     assert [row.device for row in preview.rows] == ["CPU:0 CPU:1", "CPU:2 CPU:3"]
-    for line in ("2 stages of 2 shards on 4 devices", "up is divided by columns", "down is divided by rows"):
+    for line in ("2 stages of 2 shards on 4 devices", "up is sharded by columns", "down is sharded by rows"):
         assert str(preview).index(line) < str(preview).index("predicted"), "the figures of the step are the last lines"
 
 
@@ -176,9 +176,9 @@ def unread() -> keras.Model:
     [
         (pairs, of_features, {"none": (None, "model")}, "must name a weight, and 'none' is found in no path"),
         (pairs, of_features, {"up/k": (None, "model"), "kernel": (None, None)}, "'up/k' and 'kernel' both name"),
-        (pairs, of_features, {"penalized/kernel": (None, "model")}, "its regularizer is no sum over its elements"),
+        (pairs, of_features, {"penalized/kernel": (None, "model")}, "its regularizer is not a sum over its elements"),
         (shared, of_tokens, {"table": ("model", None)}, "'table/embeddings' stays whole: several stages read it"),
-        (unread, of_features, {"own/unread": ("model", None)}, "class WithUnreadWeight are not divided"),
+        (unread, of_features, {"own/unread": ("model", None)}, "class WithUnreadWeight are not sharded"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(build: Any, data: Any, rules: Any, message: str) -> None:
@@ -218,6 +218,6 @@ def test_another_layer_and_a_loss_may_read_a_divided_weight(build: Callable[[], 
 
 def test_an_optimizer_that_needs_whole_weights_is_refused_before_the_first_step() -> None:
     trainer = tfpar.Trainer(with_lamb, tfpar.Pipeline(2, 2, balance="parameters", num_shards=2), seed=0)
-    message = "A pipeline with num_shards updates each piece of a weight on its own device.*received Lamb"
+    message = "A pipeline with num_shards updates each shard of a weight on its own device.*received Lamb"
     with pytest.raises(ValueError, match=message):
         trainer.fit(*of_features(8), verbose=0)

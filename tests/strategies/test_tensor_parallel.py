@@ -234,9 +234,9 @@ def test_preview_says_what_is_divided() -> None:
     assert [row.device for row in preview.rows] == ["CPU:0", "CPU:1"]
     assert preview.rows[1].state_bytes < preview.rows[0].state_bytes
     text = str(preview)
-    for line in ("up is divided by columns", "down is divided by rows", "gate is divided by columns"):
+    for line in ("up is sharded by columns", "down is sharded by rows", "gate is sharded by columns"):
         assert line in text
-    assert "is whole: its input has no pieces that it takes" in text
+    assert "is whole: its input is not sharded" in text
 
 
 def recurrent() -> keras.Model:
@@ -256,8 +256,8 @@ def test_a_model_of_which_nothing_is_divided_is_named_with_the_reason(strategy: 
         trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
         trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
     (message,) = [str(one.message) for one in noted if "No layer of" in str(one.message)]
-    reason = "'loop': layers of the class LSTM are not divided"
-    assert f"is divided ({reason}), and the first device of its shards computes all of it." in message
+    reason = "'loop': layers of the class LSTM are not sharded"
+    assert f"is sharded ({reason}), and the first device of its shards computes all of it." in message
 
 
 def mostly_recurrent() -> keras.Model:
@@ -276,11 +276,11 @@ def test_a_large_layer_that_stays_whole_beside_divided_ones_is_named_with_its_pa
         for _ in range(2):
             trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
     (message,) = [str(one.message) for one in noted if "stay whole" in str(one.message)]
-    assert "'loop' (78 %: layers of the class LSTM are not divided)." in message
+    assert "'loop' (78 %: layers of the class LSTM are not sharded)." in message
 
 
 def test_rules_that_keep_all_weights_whole_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"is divided \(its rules keep all weights whole\), and the first device"):
+    with pytest.warns(UserWarning, match=r"is sharded \(its rules keep all weights whole\), and the first device"):
         tfpar.Trainer(perceptron, tfpar.TensorParallel(2, layout={"up/kernel": (None, None)}), seed=0)
 
 
@@ -320,7 +320,7 @@ def test_preview_names_a_whole_layer_with_the_reason(apply: Any, reason: str | N
     trainer = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0)
     outputs = trainer.model.output_shape[1:]
     preview = trainer.preview(tf.data.Dataset.from_tensors((np.ones((4, 6, 6)), np.ones((4, *outputs)))))
-    expected = f"a {reason}" if reason else "its input has no pieces that it takes"
+    expected = f"a {reason}" if reason else "its input is not sharded"
     assert f"odd is whole: {expected}" in str(preview)
 
 

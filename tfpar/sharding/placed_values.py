@@ -1,4 +1,4 @@
-"""The shards of a layer call: its inputs, and the pieces of its weights, on each device."""
+"""The inputs and weights of layer calls on each device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tfpar.sharding.sharded_values import ShardedValue, sent
 
 
 class Placed:
-    """The values of one run of a model, whole or in pieces, and their copies on other devices.
+    """The values of one run of a model, whole or sharded, and their copies on other devices.
 
     Args:
-        tensors: The values: a tensor on the first device, or its pieces.
+        tensors: The values: a tensor on the first device, or a `ShardedValue`.
         devices: The device of each shard.
     """
 
@@ -29,7 +29,7 @@ class Placed:
         self._copies: dict[tuple[Value, int], tf.Tensor] = {}
 
     def whole(self, value: Value) -> Any:
-        """Return a whole value on the first device; pieces are gathered once."""
+        """Return a whole value on the first device. A sharded one is gathered once."""
         held = self.tensors[value]
         if not isinstance(held, ShardedValue):
             return held
@@ -39,32 +39,32 @@ class Placed:
         return self._whole[value]
 
     def on(self, value: Value, shard: int) -> tf.Tensor:
-        """Return a whole value on the device of a shard, where it is sent once."""
+        """Return a whole value on the device of a shard. It is sent there once."""
         if (value, shard) not in self._copies:
             tensor = self.whole(value)
             self._copies[value, shard] = sharded_values.sent(tensor, self.devices[0], self.devices[shard])
         return self._copies[value, shard]
 
-    def pieces(self, value: Value, axis: int, sizes: Sequence[int]) -> ShardedValue:
-        """Return the pieces of a value; a whole one is divided, as a user's rule may ask for.
+    def sharded(self, value: Value, axis: int, sizes: Sequence[int]) -> ShardedValue:
+        """Return a sharded value. A whole one is split, which only the user's rules can require.
 
         Args:
             value: A value.
-            axis: The divided axis, from the end.
-            sizes: The size of each piece of a whole value.
+            axis: The sharded axis, counted from the end.
+            sizes: The sizes of the shards of a whole value.
         """
         held = self.tensors[value]
         if isinstance(held, ShardedValue):
             return held
-        return ShardedValue(sharded_values.divided(held, sizes, axis, self.devices), axis, self.mask(value))
+        return ShardedValue(sharded_values.split(held, sizes, axis, self.devices), axis, self.mask(value))
 
     def mask(self, value: Value) -> Any:
-        """Return the Keras mask of a value, None for none."""
+        """Return the Keras mask of a value, or None."""
         held = self.tensors[value]
         return held.mask if isinstance(held, ShardedValue) else keras_model.mask_of(held)
 
     def remove_mask(self, value: Value) -> None:
-        """Remove the Keras mask of a value, as a layer does that removes those of its inputs."""
+        """Remove the Keras mask of a value, for layers that remove the masks of their inputs."""
         held = self.tensors[value]
         if isinstance(held, ShardedValue):
             self.tensors[value] = dataclasses.replace(held, mask=None)
@@ -78,7 +78,7 @@ class Placed:
 
 
 class WholeValues(Mapping[Value, Any]):
-    """The values of a run as whole tensors on the first device, for layer calls that are not divided."""
+    """The values of a run as whole tensors on the first device, for calls that are not sharded."""
 
     def __init__(self, placed: Placed) -> None:
         self._placed = placed
@@ -96,14 +96,14 @@ class WholeValues(Mapping[Value, Any]):
         return len(self._placed.tensors)
 
 
-def weight_piece(variable: Any, shard: int, device: str, dtype: str | None = None) -> tf.Tensor:
-    """Return the piece of a weight for a shard on a device, perhaps in another type.
+def weight_shard(variable: Any, shard: int, device: str, dtype: str | None = None) -> tf.Tensor:
+    """Return a shard of a weight on a device.
 
     Args:
-        variable: A divided Keras variable.
-        shard: The number of the shard.
-        device: The device of the shard, that of the piece or that of another replica.
-        dtype: The type; None for that of the variable.
+        variable: A sharded Keras variable.
+        shard: The index of the shard.
+        device: The device that reads the shard: its own, or that of another replica.
+        dtype: The dtype of the result. Defaults to that of the variable.
     """
     memory = sharded_memory.memories_of(variable)[shard]
     with tf.device(memory.device):
@@ -114,7 +114,7 @@ def weight_piece(variable: Any, shard: int, device: str, dtype: str | None = Non
 
 
 def layer_mask(layer: Any, placed: Placed, value: Value) -> Any:
-    """Return the Keras mask of the output of a layer for one input, on the first device; None for none."""
+    """Return the Keras mask of the output of a layer with a single input, on the first device, or None."""
     with tf.device(placed.devices[0]):
         if not layer.supports_masking:
             return None

@@ -1,4 +1,4 @@
-"""The rules of a layout: regular expressions of variable paths, each with the axis to divide, as Keras' `LayoutMap`."""
+"""The user's sharding rules: regular expressions of variable paths with axes to shard, like Keras' `LayoutMap`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Rules = Mapping[str, Sequence[str | None]]
 
 
 def check_rules(rules: Any) -> dict[str, tuple[str | None, ...]] | None:
-    """Return rules as tuples.
+    """Check rules, and return them as tuples.
 
     Args:
-        rules: A mapping from regular expressions to tuples with an entry for each axis of a weight: `"model"` for the
-            divided axis, None for the others.
+        rules: Maps regular expressions to tuples with an entry for each axis of a weight: `"model"` for the sharded
+            axis, None for others.
 
     Raises:
-        TypeError: If it is no mapping of texts to sequences.
+        TypeError: If the rules are not a mapping of strings to sequences.
         ValueError: If an expression is malformed, or an entry is neither `"model"` nor None.
     """
     if rules is None:
@@ -54,10 +54,10 @@ def check_rules(rules: Any) -> dict[str, tuple[str | None, ...]] | None:
 
 
 def axes_by_rules(rules: Rules, weights: Mapping[Hashable, Weight]) -> dict[Hashable, int | None]:
-    """Return the axis to divide for each weight that a rule names, None for one that stays whole.
+    """Return the axis to shard of each weight that a rule names, or None if the rule keeps it whole.
 
     Args:
-        rules: The rules; an expression is searched in the path of a weight.
+        rules: The rules. An expression may match anywhere in the path of a weight.
         weights: The weights of a model, by key.
 
     Raises:

@@ -1,7 +1,4 @@
-"""Optimizers: one device's update on every replica, slots, and slots on other devices.
-
-All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
-"""
+"""Updates and slots of Keras optimizers. Private API of Keras 3.15 and TensorFlow 2.21."""
 
 from __future__ import annotations
 
@@ -28,14 +25,14 @@ from tfpar._compat.variables.tf_shared_scalars import SharedScalars
 def one_device_optimizer() -> Iterator[None]:
     """Run the one-device code of Keras optimizers inside this context.
 
-    Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
-    conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
-    `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right. It reads the
-    learning rate once per weight, and sends each value to the weight's process. Here the weights of a device share one
-    read until an update changes the rate, and the other scalars of the update.
+    Keras 3.15's optimizer for TensorFlow reduces gradients across replicas itself, after clipping and inside
+    conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients first and then calls
+    `apply` once per replica, so it needs the code of the base class, which ignores replicas. That code reads the
+    learning rate once per weight, and sends it to the weight's process. Here the weights of a device share the learning
+    rate, until an update changes it, and the other scalars of the update.
 
-    As in Keras' code for TensorFlow, `update_step` and `_use_weight_decay` take the `tf.Variable` of a weight, whose
-    name is the whole path, `sequential/dense/bias:0`.
+    As in Keras' own code, `update_step` and `_use_weight_decay` receive the `tf.Variable` of a weight, whose name is
+    the whole path, such as `sequential/dense/bias:0`.
     """
 
     def update_all(optimizer: BaseOptimizer, gradients: Any, variables: Any, learning_rate: Any) -> None:
@@ -70,13 +67,13 @@ def one_device_optimizer() -> Iterator[None]:
 
 
 def apply(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Update weights as the training step of Keras 3.15 does, which calls `apply_gradients`.
+    """Update weights like the training step of Keras 3.15, which calls `apply_gradients`.
 
-    A class may override that method, such as to centralize gradients.
+    A custom optimizer may override that method, for example to centralize gradients.
 
     Args:
         optimizer: An optimizer.
-        gradients: The gradient of each weight, None for none.
+        gradients: The gradient of each weight, or None.
         weights: The weights, at least one.
     """
     if type(optimizer).apply_gradients is BaseOptimizer.apply_gradients:
@@ -90,11 +87,11 @@ def _memory(variable: Any) -> Any:
 
 
 def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
-    """Place the slots of a built optimizer on the devices of its weights, in shards where these are sharded.
+    """Place the slots of a built optimizer on the devices of their weights, sharded like them.
 
     Args:
         optimizer: A built optimizer.
-        variables: The weights that it was built for, in their order.
+        variables: The weights that it was built for.
     """
     keras_variables.find_slots(keras_variables.innermost(optimizer))
     for slot, variable in slots_of(optimizer, variables):
@@ -103,9 +100,9 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
 
 
 def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return the slots of a built optimizer that have the shape of their weight, with that weight.
+    """Return the slots of a built optimizer that have the shape of their weight, each with the weight.
 
-    Keras 3.15 begins the name of a slot with the path of its weight (`add_variable_from_reference`).
+    In Keras 3.15 the name of a slot starts with the path of its weight (`add_variable_from_reference`).
 
     Args:
         optimizer: A built optimizer.
@@ -121,11 +118,11 @@ def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple
 
 
 def slots_per_weight(optimizer: keras.Optimizer | None, weights: Sequence[keras.Variable]) -> int:
-    """Return the largest number of an optimizer's variables of the size of a weight, for one weight (Keras 3.15).
+    """Return how many slots of the size of a weight an optimizer of Keras 3.15 creates per weight, at most.
 
     Args:
-        optimizer: An optimizer, built or not; None for no slots.
-        weights: The trained weights of the model, which several optimizers may update.
+        optimizer: An optimizer, built or not, or None.
+        weights: The trained weights of the model. Several optimizers may update them.
     """
     if optimizer is None:
         return 0
@@ -141,16 +138,16 @@ def _num_slots(optimizer: keras.Optimizer) -> int:
 
 
 def begins_with_weights(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer creates slots with the values of their weights (Keras 3.15's ScheduleFreeAdamW)."""
+    """Return whether slots start as copies of their weights, as in Keras 3.15's ScheduleFreeAdamW."""
     probe, mark = unbuilt_copy(keras_variables.innermost(optimizer)), 0.375
     probe.build([keras.Variable(tf.constant([mark]))])
     return any(slot.shape == (1,) and slot.numpy()[0] == mark for slot in probe.variables)
 
 
 def num_applied(optimizer: keras.Optimizer | None) -> int:
-    """Return how often an optimizer was applied to gradients, including those that it only accumulated.
+    """Return how often an optimizer was applied, including gradients that it only accumulated.
 
-    Keras 3.15's `iterations` is that number, or with gradient accumulation the number of updates.
+    Keras 3.15's `iterations` counts updates instead if the optimizer accumulates gradients.
     """
     if optimizer is None:
         return 0
@@ -159,9 +156,9 @@ def num_applied(optimizer: keras.Optimizer | None) -> int:
 
 
 def count_application(optimizer: keras.Optimizer) -> None:
-    """Count an application to gradients that takes place elsewhere, or not at all.
+    """Count a step in which the optimizer is not applied itself.
 
-    With gradient accumulation Keras 3.15's `iterations` is computed, and no variable.
+    `iterations` cannot be assigned: with gradient accumulation Keras 3.15 computes it.
 
     Args:
         optimizer: A built optimizer.

@@ -1,9 +1,9 @@
-"""Slots of an optimizer that one replica alone holds, the owner of their weight: their memory, and that of the weights.
+"""Optimizer slots that exist only on the owner of their weight.
 
     weight   DistributedVariable ─┬ tf.Variable on replica 0        slot   tf.Variable on replica 1, its owner;
                                   └ tf.Variable on replica 1               RemoteMemory in other processes
 
-Written for Keras 3.15 and TensorFlow 2.21. A mirrored `keras.Variable` has a `DistributedVariable` in `_value`
+Written for Keras 3.15 and TensorFlow 2.21. A replicated `keras.Variable` stores a `DistributedVariable` in `_value`
 (tensorflow/python/distribute/values.py).
 """
 
@@ -27,29 +27,29 @@ from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar._compat.variables.sharded_memory import RemoteMemory, ShardedMemory, is_remote
 
-_OWNED = "_tfpar_owned"  # an attribute of the memory of slots on one device
+_OWNED = "_tfpar_owned"  # marks the memory of a slot on one device
 _UNIFORM = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
-_HOLDER = "_tfpar_holder"  # an attribute of a slot of one process, also where it has memory: the rank of its holder
+_HOLDER = "_tfpar_holder"  # the rank of the process that holds a slot, an attribute of the slot in every process
 
 
 def holder_of(variable: Any) -> int | None:
-    """Return the rank of the process that alone holds a slot; None for a variable that all processes have."""
+    """Return the rank of the only process that holds a slot, or None if every process has the variable."""
     rank: int | None = getattr(variable, _HOLDER, None)
     return rank
 
 
 def is_owned(variable: keras.Variable) -> bool:
-    """Return whether a variable is a slot on the device of one replica, or of one process."""
+    """Return whether a variable is a slot that only one replica or process holds."""
     return getattr(variable._value, _OWNED, False) or holder_of(variable) is not None
 
 
 def hold(slot: Any, holder: int, *, is_held_here: bool) -> None:
-    """Note the process that holds a slot; in another one, release the memory.
+    """Record which process holds a slot, and release its memory in the others.
 
     Args:
-        slot: A slot of an optimizer.
-        holder: The rank of the process.
-        is_held_here: Whether that is this process.
+        slot: An optimizer slot.
+        holder: The rank of the process that holds it.
+        is_held_here: Whether this is that process.
     """
     setattr(slot, _HOLDER, holder)
     if not is_held_here:
@@ -60,10 +60,10 @@ def hold(slot: Any, holder: int, *, is_held_here: bool) -> None:
 
 @contextlib.contextmanager
 def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
-    """Create slots sharded as their weights inside this context, and those of other processes without memory.
+    """Shard new slots like their weights inside this context, and allocate none for weights of other processes.
 
     Args:
-        is_held_here: Takes a weight, and returns whether this process holds its slots.
+        is_held_here: Returns whether this process holds the slots of a weight.
     """
     original, initialize = TFOptimizer.add_variable_from_reference, Variable._initialize_with_initializer
 
@@ -93,14 +93,14 @@ def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slots_on(device_of: Callable[[Any], str]) -> Iterator[None]:
-    """Create each variable of an optimizer on one device inside this context, within the scope of a strategy.
+    """Create each optimizer variable on a single device inside this context, in the scope of a strategy.
 
-    Keras creates a slot on the replicas of its weight (`add_variable_from_reference` in
-    keras/src/backend/tensorflow/optimizer.py). `MirroredStrategy` creates a variable on one device if the creator
-    receives a `SingleDevice` (tensorflow/python/distribute/mirrored_strategy.py).
+    Keras colocates a slot with all replicas of its weight (`add_variable_from_reference` in
+    keras/src/backend/tensorflow/optimizer.py). `MirroredStrategy` creates a variable on a single device if it receives
+    a `SingleDevice` instead (tensorflow/python/distribute/mirrored_strategy.py).
 
     Args:
-        device_of: Takes the `_value` of the weight of a slot, None for another variable, and returns a device.
+        device_of: Returns the device for a slot from the `_value` of its weight, or from None for other variables.
     """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
@@ -113,11 +113,11 @@ def slots_on(device_of: Callable[[Any], str]) -> Iterator[None]:
 
 
 def place_slot(slot: keras.Variable, value: Any, device: str) -> None:
-    """Move a variable of an optimizer to one device, within the scope of its strategy.
+    """Move an optimizer variable to a single device, in the scope of its strategy.
 
     Args:
-        slot: A variable of an optimizer, mirrored or not.
-        value: Its value there.
+        slot: An optimizer variable, replicated or not.
+        value: Its new value.
         device: Such as `"/device:GPU:1"`.
     """
     with tf.init_scope(), slots_on(lambda _: device):
@@ -125,9 +125,9 @@ def place_slot(slot: keras.Variable, value: Any, device: str) -> None:
 
 
 def slots_of_weights(optimizer: keras.Optimizer) -> list[tuple[Any, Any]]:
-    """Return the variables of a built optimizer that belong to one weight, each with that weight.
+    """Return the variables of a built optimizer that belong to a single weight, each with the weight.
 
-    Optimizers keep them in lists with an item for each weight; Adafactor's row and column factors have no other sign.
+    They are items of lists with one item per weight, the only sign of Adafactor's row and column factors.
 
     Args:
         optimizer: A built optimizer.
@@ -149,13 +149,13 @@ def weights_of(optimizer: Any) -> list[Any]:
 
 
 def memories(variable: keras.Variable) -> Sequence[tf.Variable]:
-    """Return the `tf.Variable` of each local replica; one for a variable that is not mirrored."""
+    """Return the `tf.Variable` of each local replica, a single one for a variable that is not replicated."""
     memory = variable._value
     return memory.values if isinstance(memory, DistributedVariable) else (memory,)
 
 
 def copies(weight: keras.Variable) -> list[Sequence[tf.Variable]]:
-    """Return the memory on each local replica of a weight, or of each of its pieces."""
+    """Return the local copies of a weight, or of each of its shards."""
     if sharded_memory.is_sharded(weight):
         return [(shard,) for shard in sharded_memory.memories_of(weight)]
     return [memories(weight)]
@@ -163,13 +163,13 @@ def copies(weight: keras.Variable) -> list[Sequence[tf.Variable]]:
 
 @contextlib.contextmanager
 def of_owners(weights: Sequence[keras.Variable], owners: Mapping[int, int]) -> Iterator[None]:
-    """Read and update only the memory of one replica of mirrored weights inside this context.
+    """Replace replicated weights by the copies on their owners inside this context.
 
-    It has the name of the mirrored weight, which optimizers read: TensorFlow adds the number of the replica.
+    The copies take the name of the weight, which optimizers read; TensorFlow appends the index of the replica.
 
     Args:
-        weights: Weights, mirrored or not.
-        owners: The number of the local replica by the `id` of a weight, of those of this process.
+        weights: Weights, replicated or not.
+        owners: The index of the local owner of each weight of this process, by the weight's `id`.
     """
     mirrored = [
         (weight, weight._value.values[owners[id(weight)]])

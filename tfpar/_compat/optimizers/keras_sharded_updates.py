@@ -1,6 +1,7 @@
-"""Updates of weights by their owners: each process updates its own, with what depends on the gradients of all.
+"""Optimizer updates of which each process computes the part for its own shards.
 
-Written for Keras 3.15.
+Global norms and finite checks still cover the gradients of all processes. Written for Keras 3.15: an optimizer has one
+list per kind of slot, in the order of its weights (keras/src/optimizers/base_optimizer.py).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.per_model import PerModel
 
 AllReduce = Callable[[tf.Tensor], tf.Tensor]
-# Takes a model, an optimizer and a function: calls it where the optimizer has the weights and slots of this process
-# alone, and sends the new weights to all copies.
+# (model, optimizer, function) -> calls the function on the weights and slots of this process, then sends the weights to
+# their copies.
 Change = Callable[[keras.Model, Any, Callable[[], None]], None]
 
 _ELEMENTWISE = (
@@ -43,23 +44,23 @@ _ELEMENTWISE = (
     keras.optimizers.Nadam,
 )
 _NOT_SLOTS = ("_variables", "_trainable_variables")
-_SHARDED = "_tfpar_sharded"  # an attribute of methods that were replaced
+_SHARDED = "_tfpar_sharded"  # marks replaced methods
 _CHANGES: PerModel[Change] = PerModel()
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Return whether an optimizer updates each element of a weight from its own gradient and slots alone."""
+    """Return whether an optimizer updates each element of a weight only from the gradient and slots of the element."""
     return type(keras_variables.innermost(optimizer)) in _ELEMENTWISE
 
 
 def check(optimizer: Any) -> None:
-    """Refuse an optimizer that cannot update some of its weights alone.
+    """Refuse an optimizer that cannot update a part of its weights.
 
     Args:
         optimizer: An optimizer, built or not.
 
     Raises:
-        ValueError: If it has methods that take all weights at once, or state that is of no single weight.
+        ValueError: If a custom optimizer overrides a method that takes all weights, or has state shared by weights.
     """
     inner, name = keras_variables.innermost(optimizer), type(optimizer).__name__
     own = list(itertools.takewhile(lambda base: not base.__module__.startswith("keras."), type(inner).__mro__))
@@ -86,13 +87,13 @@ def check(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def of_all_gradients(all_reduce: AllReduce, dtype: str) -> Iterator[None]:
-    """Use the global norm and the finite check of the gradients of all processes inside this context.
+    """Compute global norms and finite checks over the gradients of all processes inside this context.
 
-    All processes update their own weights in it, one without such weights too.
+    Every process must apply the optimizer in it, even one that owns no weights.
 
     Args:
         all_reduce: Sums a small tensor over all processes.
-        dtype: The type of the norm, equal in all processes.
+        dtype: The dtype of the norm, the same in all processes.
     """
 
     def global_norm(values: Sequence[Any]) -> tf.Tensor:
@@ -108,7 +109,7 @@ def of_all_gradients(all_reduce: AllReduce, dtype: str) -> Iterator[None]:
         if len(grads):
             original_apply(updated, grads, trainable_variables)
             return
-        updated._backend_apply_gradients([], [])  # counters that all processes have
+        updated._backend_apply_gradients([], [])  # updates counters
         updated._iterations.assign_add(1)
 
     original_check, original_apply = LossScaleOptimizer.check_finite, BaseOptimizer.apply
@@ -122,13 +123,13 @@ def of_all_gradients(all_reduce: AllReduce, dtype: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_shards(optimizer: Any, updated: Sequence[int]) -> Iterator[None]:
-    """Let an optimizer know each shard of a weight or slot as a variable of its own inside this context.
+    """Let an optimizer treat each shard of a weight as a weight with its own slots inside this context.
 
-    It has None for slots of other processes, as Keras has for a weight without such a slot.
+    Slots of other processes become None, which Keras uses for weights without such a slot.
 
     Args:
         optimizer: A built optimizer.
-        updated: For each shard with a gradient, in the order of the update, the `id` of the whole weight.
+        updated: For each weight or shard with a gradient, in the order of the update, the `id` of the whole weight.
     """
     inner = keras_variables.innermost(optimizer)
     attributes, weights = vars(inner), inner._trainable_variables
@@ -175,9 +176,9 @@ def _are_slots(value: Any, weights: Sequence[Any]) -> bool:
 
 
 def _clip_by_norm_of_weights(optimizer: Any, updated: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return Keras' clipping by the norm of each weight, for the gradients of shards.
+    """Return Keras' clipping by the norm of each weight, applied to gradients of shards.
 
-    It computes what `tf.clip_by_norm` of TensorFlow 2.21 does, with the sum of squares over all shards of a weight.
+    It computes the same as TensorFlow 2.21's `tf.clip_by_norm`, with the norm over all shards of a weight.
     """
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
@@ -209,19 +210,19 @@ def _scaled(gradient: Any, square: tf.Tensor, limit: float) -> Any:
 
 
 def finalizes(optimizer: Any) -> bool:
-    """Return whether an optimizer changes weights after training, to their moving averages by default."""
+    """Return whether an optimizer overwrites weights after training, for example by their moving averages."""
     inner = keras_variables.innermost(optimizer)
     return bool(inner.use_ema) or type(inner).finalize_variable_values is not BaseOptimizer.finalize_variable_values
 
 
 def swap_on_owners(model: keras.Model, change: Change) -> None:
-    """Let `keras.callbacks.SwapEMAWeights` swap the sharded averages of a model on the owners of the weights.
+    """Make `keras.callbacks.SwapEMAWeights` swap sharded averages on the owners of the weights.
 
-    Keras 3.15 swaps a weight and its average on every replica (keras/src/callbacks/swap_ema_weights.py).
+    Keras 3.15 swaps weights and averages on every replica (keras/src/callbacks/swap_ema_weights.py).
 
     Args:
         model: A model with sharded optimizer state.
-        change: Changes its weights and averages.
+        change: Runs a change of its weights and slots.
     """
     _CHANGES[model] = change
     if getattr(SwapEMAWeights._tf_swap_variables, _SHARDED, False):
@@ -258,10 +259,10 @@ def _on_owners(original: Callable[..., None], change: Callable[[Any, Any], Any])
 
 
 def refuse_updates_by_replicas() -> None:
-    """Refuse Keras' own training with slots on the device of one replica.
+    """Refuse Keras' own training of replicated weights with slots on single devices.
 
-    Keras 3.15 runs the update on every replica (`_distributed_tf_update_step` in
-    keras/src/backend/tensorflow/optimizer.py), each time with the one slot.
+    Every replica would update the same slot (`_distributed_tf_update_step` in
+    keras/src/backend/tensorflow/optimizer.py).
     """
     update = TFOptimizer._distributed_tf_update_step
     if getattr(update, _SHARDED, False):

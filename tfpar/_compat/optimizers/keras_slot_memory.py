@@ -1,6 +1,6 @@
-"""The memory of a weight and of its slots, for an operation that changes them together.
+"""The resource handles of a weight and its slots, for fused update kernels.
 
-Written for Keras 3.15 and TensorFlow 2.21. An optimizer has a list of slots for each kind, in the order of its weights
+Written for Keras 3.15 and TensorFlow 2.21. An optimizer has one list per kind of slot, in the order of its weights
 (keras/src/optimizers/base_optimizer.py).
 """
 
@@ -17,12 +17,12 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
 def handles(optimizer: Any, weight: Any, kinds: Sequence[str]) -> list[tf.Tensor] | None:
-    """Return the resources of a weight and of its slots, if they have one device, type and shape; else None.
+    """Return the handles of a weight and its slots, or None if they differ in device, dtype or shape.
 
     Args:
         optimizer: A built optimizer.
-        weight: The memory of one of its weights: a variable of TensorFlow, on the replica that calls where it has more.
-        kinds: The kinds of slots: Keras' names of their lists, without an underscore.
+        weight: The `tf.Variable` of one of its weights; of a replicated weight that of the calling replica.
+        kinds: Keras' names for the lists of slots, without a leading underscore.
     """
     index = optimizer._get_variable_index(weight)
     slots = [_of_kind(optimizer, kind) for kind in kinds]
@@ -37,7 +37,7 @@ def handles(optimizer: Any, weight: Any, kinds: Sequence[str]) -> list[tf.Tensor
 
 
 def _of_kind(optimizer: Any, kind: str) -> Any:
-    """Return a list of slots, such as SGD's `momentums` or Adam's `_momentums`."""
+    """Return a list of slots: SGD calls one `momentums`, Adam `_momentums`."""
     public = getattr(optimizer, kind, None)
     return getattr(optimizer, f"_{kind}", ()) if public is None else public
 
@@ -47,7 +47,7 @@ def _memory(slot: Any) -> Any:
 
 
 def _has_handle(memory: Any) -> bool:
-    """Return whether a memory is one resource here: not sharded, of another process, or of all replicas at once."""
+    """Return whether memory is a single resource here: not sharded, remote, or replicated outside a replica context."""
     if isinstance(memory, DistributedVariable):
         return get_current_replica_id_as_int() is not None
     return isinstance(memory, ResourceVariable)

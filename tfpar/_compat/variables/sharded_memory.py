@@ -1,12 +1,13 @@
-"""Memory of one Keras variable in shards, each on a device of its own.
+"""The memory of a Keras variable that is sharded over devices, or held by another process.
 
     keras.Variable "dense/kernel" [512, 4096]
        └ _value: ShardedMemory ─┬ tf.Variable [512, 2048] on GPU:0
                                 └ tf.Variable [512, 2048] on GPU:1
 
-The variable keeps its object, name and path, so that checkpoints, saved files and callbacks see one weight. Written for
-Keras 3.15 and TensorFlow 2.21: a `keras.Variable` has its memory in `_value` (keras/src/backend/tensorflow/core.py),
-which it reads through `tf.convert_to_tensor` and `numpy` and changes through `assign`.
+Checkpoints, saved files and callbacks see one variable with its usual name and path.
+
+Written for Keras 3.15 and TensorFlow 2.21: a `keras.Variable` stores its memory in `_value`
+(keras/src/backend/tensorflow/core.py), reads it with `tf.convert_to_tensor` and `numpy`, and changes it with `assign`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _HOST = "/device:CPU:0"
 
 
 class ShardedMemory:
-    """The memory of a variable in shards along one axis.
+    """The memory of a variable, sharded along one axis.
 
     Args:
-        shards: A `tf.Variable` on each device, in the order of the axis.
-        axis: The divided axis.
-        unique_id: The key by which an optimizer finds the slots of the weight; None for that of the first shard.
+        shards: A `tf.Variable` on each device, in their order along the axis.
+        axis: The sharded axis.
+        unique_id: The key under which an optimizer finds the slots of the weight. Defaults to that of the first shard.
     """
 
     def __init__(self, shards: Sequence[tf.Variable], axis: int, unique_id: str | None = None) -> None:
@@ -53,7 +54,7 @@ class ShardedMemory:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size of each shard along the divided axis."""
+        """The size of each shard along the sharded axis."""
         return tuple(shard.shape[self.axis] for shard in self.shards)
 
     @property
@@ -73,9 +74,9 @@ class ShardedMemory:
 
     @property
     def handle(self) -> tf.Tensor:
-        """Refuse what needs the memory of the whole variable: Keras' own training, and exports."""
+        """Refuse callers that need one `tf.Variable`: Keras' own training, and exports."""
         raise ValueError(
-            f"The memory of {self.name!r} is divided over devices. Keras' own fit, export and a tf.GradientTape of "
+            f"The memory of {self.name!r} is sharded over devices. Keras' own fit, export and a tf.GradientTape of "
             "your own take it whole. Train with tfpar.fit or tfpar.Trainer; to export, or for gradients of your own, "
             "load the file that trainer.save writes."
         )
@@ -89,7 +90,7 @@ class ShardedMemory:
         return str(self.shards[0].name)
 
     def read_value(self) -> tf.Tensor:
-        """Return the whole value, on the host in eager mode, and else on the first device."""
+        """Return the whole value: on the host in eager mode, otherwise on the first device."""
         with tf.device(_HOST if tf.executing_eagerly() else self.device):
             return tf.concat(list(map(read, self.shards)), self.axis)
 
@@ -100,7 +101,7 @@ class ShardedMemory:
         return np.concatenate([shard.numpy() for shard in self.shards], self.axis)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the whole value in a type of NumPy."""
+        """Return the whole value as a NumPy array."""
         return np.asarray(self.numpy(), dtype)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
@@ -109,15 +110,15 @@ class ShardedMemory:
         return value if dtype is None else tf.convert_to_tensor(value, dtype)
 
     def assign(self, value: Any, **_: Any) -> ShardedMemory:
-        """Set the value of each shard to its part of a whole value."""
+        """Assign a whole value to the shards."""
         return self._change(value, lambda shard: shard.assign)
 
     def assign_add(self, value: Any, **_: Any) -> ShardedMemory:
-        """Add to each shard its part of a whole value."""
+        """Add a whole value to the shards."""
         return self._change(value, lambda shard: shard.assign_add)
 
     def assign_sub(self, value: Any, **_: Any) -> ShardedMemory:
-        """Subtract from each shard its part of a whole value."""
+        """Subtract a whole value from the shards."""
         return self._change(value, lambda shard: shard.assign_sub)
 
     def _change(self, value: Any, method: Callable[[tf.Variable], Callable[[tf.Tensor], Any]]) -> ShardedMemory:
@@ -129,15 +130,15 @@ class ShardedMemory:
 
 
 class RemoteMemory:
-    """The memory of a slot of an optimizer in another process, which is neither read nor changed here.
+    """Stands in for the memory of an optimizer slot that another process holds.
 
     Args:
-        slot: The slot, whose type and name are known.
+        slot: The slot; its dtype and path are known.
 
     Attributes:
-        holder: The rank of the process that holds it; None while the optimizer creates its slots, which may begin with
-            other values than those of their creation.
-        lent: A value that is read as its own; None for none.
+        holder: The rank of the process that holds the slot. None while the optimizer is built: it may then assign
+            initial values, which are ignored here.
+        lent: A value to read in place of the remote one, or None.
     """
 
     def __init__(self, slot: Any) -> None:
@@ -146,18 +147,18 @@ class RemoteMemory:
         self.lent: np.ndarray | None = None
 
     def numpy(self) -> np.ndarray:
-        """Return the value that is lent."""
+        """Return the lent value."""
         if self.lent is None:
             raise self._refusal("read")
         return self.lent
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        """Return the value that is lent for `tf.convert_to_tensor`."""
+        """Return the lent value for `tf.convert_to_tensor`."""
         with tf.device("CPU:0"):
             return tf.convert_to_tensor(self.numpy(), dtype)
 
     def assign(self, value: Any) -> None:
-        """Refuse a value; the holder sets its own when it creates the slot."""
+        """Ignore initial values while the optimizer is built, and refuse later ones."""
         if self.holder is not None:
             raise self._refusal("change")
 
@@ -185,7 +186,7 @@ for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
 
 
 def split(value: tf.Tensor, sizes: Sequence[int], axis: int) -> list[tf.Tensor]:
-    """Return the parts of a whole value, on the host in eager mode: no device may have the memory for all of it."""
+    """Split a whole value, in eager mode on the host: it may not fit on any device."""
     if not tf.executing_eagerly():
         return list(tf.split(value, sizes, axis))
     with tf.device(_HOST):
@@ -193,15 +194,15 @@ def split(value: tf.Tensor, sizes: Sequence[int], axis: int) -> list[tf.Tensor]:
 
 
 def is_sharded(variable: Any) -> bool:
-    """Return whether the memory of a Keras variable is in shards."""
+    """Return whether a Keras variable is sharded."""
     return isinstance(variable._value, ShardedMemory)
 
 
 def place_shards(variable: Any, axis: int, sizes: Sequence[int], devices: Sequence[str]) -> None:
-    """Allocate the memory of a Keras variable in shards, unless it has them; it keeps its value or initial value.
+    """Shard the memory of a Keras variable, unless it is sharded like this already. Its value stays the same.
 
     Args:
-        variable: A Keras variable, perhaps without memory yet.
+        variable: A Keras variable. One without memory receives its initial value.
         axis: The axis to shard.
         sizes: The size of each shard along it.
         devices: The full name of the device of each shard.
@@ -222,12 +223,12 @@ def place_shards(variable: Any, axis: int, sizes: Sequence[int], devices: Sequen
 
 
 def initialize_sharded(variable: Any, initializer: Callable[..., Any], like: ShardedMemory) -> None:
-    """Allocate the memory of a new Keras variable in shards, such as a slot of an optimizer.
+    """Allocate a new Keras variable, such as an optimizer slot, sharded like another one.
 
     Args:
-        variable: A Keras variable whose shape and type are known.
-        initializer: Returns the initial values for a shape and a type, the same for each element.
-        like: The memory of a variable with the same shape.
+        variable: A Keras variable without memory. Its shape and dtype are known.
+        initializer: An initializer that gives every element the same value.
+        like: The memory of a variable of the same shape.
     """
     with tf.init_scope(), tf.device(_HOST):
         parts = [initializer(tuple(shard.shape), dtype=variable._dtype) for shard in like.shards]
@@ -243,9 +244,9 @@ def _allocate(variable: Any, parts: Sequence[tf.Tensor], devices: Sequence[str])
 
 
 def shards_of(variable: Any) -> list[Any]:
-    """Return a Keras variable for each shard of a sharded variable; a list of the variable itself if it is not sharded.
+    """Return the shards of a variable as Keras variables, or the variable itself if it is not sharded.
 
-    They have its name and path, and are the same objects as long as the variable has the same memory.
+    The shards have the name and path of the variable, and stay the same objects until its memory is replaced.
     """
     memory = variable._value
     if not isinstance(memory, ShardedMemory):
@@ -259,32 +260,32 @@ def shards_of(variable: Any) -> list[Any]:
 
 
 def whole_of(variable: Any) -> tuple[Any, int]:
-    """Return the divided variable of a shard, and its shard; the variable itself and 0 for one that is no shard."""
+    """Return the variable that a shard belongs to and the index of the shard; for other variables themselves and 0."""
     return shard_of(variable) or (variable, 0)
 
 
 def shard_of(variable: Any) -> tuple[Any, int] | None:
-    """Return the divided variable and the shard of a shard; None for another variable."""
+    """Return the variable that a shard belongs to and the index of the shard, or None for other variables."""
     found: tuple[Any, int] | None = getattr(variable, "_tfpar_shard", None)
     return found
 
 
 def handles_of(variable: Any) -> list[tf.Tensor]:
-    """Return the resource of each shard of a Keras variable; one of a variable that is not divided."""
+    """Return the resource handle of each shard of a Keras variable."""
     return [memory.handle for memory in memories_of(variable)]
 
 
 def read(shard: Any) -> tf.Tensor:
-    """Return the value of a shard, a `tf.Variable` or, while a stage of a pipeline is traced, a tensor."""
+    """Return the value of a shard, which is a tensor while a pipeline stage is traced."""
     return shard.read_value() if isinstance(shard, tf.Variable) else shard
 
 
 @contextlib.contextmanager
 def replaced(memories: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Let variables have other memory, or tensors, and their shape, inside this context.
+    """Replace the memory of variables inside this context, by tensors or by other memory; they take its shape.
 
     Args:
-        memories: Each variable with its memory.
+        memories: Pairs of a variable and its new memory.
     """
     before = [(variable, variable._value, variable._shape) for variable, _ in memories]
     try:
@@ -298,11 +299,11 @@ def replaced(memories: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_values(shards: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
-    """Let variables have tensors as their values, or as those of their shards, inside this context.
+    """Replace the values of variables by tensors inside this context.
 
     Args:
-        shards: Lasting shards, all those of a variable in their order, each with a tensor on the device of the shard; a
-            variable that is not divided is its own shard.
+        shards: Pairs of a variable from `shards_of` and a tensor on its device. A sharded variable needs all of its
+            shards, in order.
     """
     values: dict[int, tuple[Any, list[tf.Tensor]]] = {}
     for shard, value in shards:
@@ -319,14 +320,14 @@ def with_values(shards: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_shards(variables: Sequence[Any], shard: int, others: Mapping[int, tf.Tensor] | None = None) -> Iterator[None]:
-    """Let divided variables have the shape and memory of one of their shards inside this context.
+    """Let a layer see one shard of each sharded variable inside this context.
 
-    A `keras.StatelessScope` takes values of the shape of the variable only.
+    The variables also take the shape of the shard, which a `keras.StatelessScope` checks.
 
     Args:
-        variables: Keras variables, divided or not.
-        shard: The number of the shard.
-        others: The values of variables that are not divided, by the variable's `id`, in place of their own.
+        variables: Keras variables, sharded or not.
+        shard: The index of the shard.
+        others: Replacement values for variables that are not sharded, by the variable's `id`.
     """
     others = others or {}
     memories = [
@@ -345,7 +346,7 @@ def as_shards(variables: Sequence[Any], shard: int, others: Mapping[int, tf.Tens
 
 
 def memories_of(variable: Any) -> tuple[tf.Variable, ...]:
-    """Return the `tf.Variable` of each shard of a Keras variable; one for a variable that is not divided."""
+    """Return the `tf.Variable` of each shard of a Keras variable."""
     memory = variable._value
     return memory.shards if isinstance(memory, ShardedMemory) else (memory,)
 
@@ -357,10 +358,10 @@ def is_remote(variable: Any) -> bool:
 
 @contextlib.contextmanager
 def lent(arrays: Sequence[tuple[Any, np.ndarray]]) -> Iterator[None]:
-    """Read variables of other processes as arrays inside this context.
+    """Lend values to variables of other processes inside this context.
 
     Args:
-        arrays: The variables, each with its value.
+        arrays: Pairs of a variable and its value.
     """
     try:
         for variable, array in arrays:
@@ -372,5 +373,5 @@ def lent(arrays: Sequence[tuple[Any, np.ndarray]]) -> Iterator[None]:
 
 
 def lent_array(variable: Any) -> np.ndarray | None:
-    """Return the array that is lent to a variable of another process, without a copy; None for other variables."""
+    """Return the value lent to a variable of another process, without a copy, or None for other variables."""
     return variable._value.lent if is_remote(variable) else None

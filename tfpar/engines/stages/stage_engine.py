@@ -201,7 +201,7 @@ class StageEngine(ShardsState, SingleReplica):
         is_planned = model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model)
         if not is_planned:
             self._planner.plan(model, batch)
-        if training and any(sharding.weights for sharding, _ in self._planner.divided_stages(model)):
+        if training and any(sharding.weights for sharding, _ in self._planner.sharded_stages(model)):
             _check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.settings.has_schedule}")
         super().place(model, batch, training)
         if not is_planned:
@@ -268,13 +268,13 @@ class StageEngine(ShardsState, SingleReplica):
         """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
         if not self.settings.has_schedule:
             self._prepared(model)
-            ((layout, stage),) = self._planner.divided_stages(model)
+            ((sharding, stage),) = self._planner.sharded_stages(model)
             num_examples = int(data.num_rows(batch))
-            return shards_preview(title, model, stage.calls, layout, num_examples, list(self._groups.values()))
+            return shards_preview(title, model, stage.calls, sharding, num_examples, list(self._groups.values()))
         prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
         between_workers = describe_traffic(self._planner.grids_of(model))
-        divided = self._planner.divided_stages(model)
-        lines = [line for layout, calls in divided for line in lines_of(calls.calls, layout)]
+        stages = self._planner.sharded_stages(model)
+        lines = [line for sharding, stage in stages for line in lines_of(stage.calls, sharding)]
         table = stages_table(
             prediction.rows,
             prediction.planned,
@@ -284,7 +284,7 @@ class StageEngine(ShardsState, SingleReplica):
             between_workers,
             self.job.num_workers,
             self.settings.num_shards,
-            ["The memory is that of all shards of a stage together.", *lines] if divided else [],
+            ["The memory is that of all shards of a stage together.", *lines] if stages else [],
         )
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
@@ -420,7 +420,7 @@ def _check_optimizer(model: keras.Model, strategy: str) -> None:
     if not keras_sharded_updates.is_elementwise(model.optimizer):
         name = type(keras_variables.innermost(model.optimizer)).__name__
         raise ValueError(
-            f"{strategy} updates each piece of a weight on its own device, so the optimizer must update each "
+            f"{strategy} updates each shard of a weight on its own device, so the optimizer must update each "
             f"element separately, as Adam and SGD do, received {name}. Choose such an optimizer of Keras, or train "
             "with Mirrored(shard='optimizer'), where each weight is whole."
         )

@@ -322,7 +322,7 @@ class MicrobatchLoss:
             keras_losses_in_call.scalars_weighted(lambda _: _part(arguments)),
             tf_function.own_traces(),
             self._reduced(arguments.size, example_weight, arguments.num_examples, known),
-            gathered_classes.read_in_pieces(),
+            gathered_classes.reading_shards(),
         ):
             value = self._value(arguments.batch, keras.tree.pack_sequence_as(self._outputs, outputs))
             totals, metric_states, layer_states = (

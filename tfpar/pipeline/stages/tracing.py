@@ -251,7 +251,7 @@ def _follows_from_calls(graph: Any, forward: _Forward) -> bool:
 
 def _shards(tensor: Any) -> Any:
     """Return the shards of scores that have them, each on its device; any other tensor, and probabilities, as it is."""
-    shards = None if gathered_classes.are_probabilities(tensor) else gathered_classes.pieces_of(tensor)
+    shards = None if gathered_classes.are_probabilities(tensor) else gathered_classes.shards_of(tensor)
     return tensor if shards is None else tuple(shards.tensors)
 
 
