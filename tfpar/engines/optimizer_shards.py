@@ -116,7 +116,7 @@ class OptimizerShards:
             model: A compiled model with built layers.
         """
         built = [optimizer for optimizer, _ in objective.updates_of(model) if optimizer is not None and optimizer.built]
-        known_weights = [weight for optimizer in built for weight in keras_sharded_slots.weights_of(optimizer)]
+        known_weights = [weight for optimizer in built for weight in keras_optimizer.weights_of(optimizer)]
         # During an update, the weights of an optimizer are shards.
         wholes = [sharded_memory.whole_of(weight)[0] for weight in (*_trained(model), *known_weights)]
         weights, known = {id(weight): weight for weight in wholes}, self._tables.get(model) or {}
@@ -196,7 +196,7 @@ class OptimizerShards:
             return
         keras_sharded_updates.check(optimizer)
         owners, here = self.owners(model), self._here(model)
-        for slot, weight in keras_sharded_slots.slots_of_weights(optimizer):
+        for slot, weight in keras_optimizer.slots_of_weights(optimizer):
             rank = owners[id(weight)] // self._num_copies
             keras_sharded_slots.hold(slot, rank, is_held_here=id(weight) in here)
 
@@ -212,11 +212,12 @@ class OptimizerShards:
                     keras_sharded_updates.check(optimizer)
             self._job.require_equal({"built optimizers": str([optimizer.built for optimizer in optimizers])})
         for optimizer in (optimizer for optimizer in optimizers if optimizer.built):
-            for slot, weight in keras_sharded_slots.slots_of_weights(optimizer):
-                if (self._devices or self._job.num_workers > 1) and not keras_sharded_slots.is_owned(slot):
-                    self._move(slot, here.get(id(weight)))
+            if self._devices or self._job.num_workers > 1:
+                for slot, weight in keras_optimizer.slots_of_weights(optimizer):
+                    if not keras_sharded_slots.is_owned(slot):
+                        self._move(slot, here.get(id(weight)))
             if not self._devices:
-                keras_optimizer.move_optimizer(optimizer, keras_sharded_slots.weights_of(optimizer))
+                keras_optimizer.move_slots(optimizer)
             self._hold(model, optimizer)
 
     def _move(self, slot: keras.Variable, replica: int | None) -> None:
@@ -264,7 +265,7 @@ class OptimizerShards:
             optimizer: A built optimizer.
             updated: The `id` of the whole weight for each weight or shard with a gradient.
         """
-        here, weights = self._here(model), keras_sharded_slots.weights_of(optimizer)
+        here, weights = self._here(model), keras_optimizer.weights_of(optimizer)
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(keras_optimizer.one_device_optimizer())
             contexts.enter_context(keras_sharded_slots.of_owners(weights, here))
@@ -274,7 +275,7 @@ class OptimizerShards:
     def finalize(self, model: keras.Model, optimizer: Any) -> None:
         """Overwrite weights with their moving averages, if the optimizer has any."""
         if keras_sharded_updates.finalizes(optimizer):
-            weights_of = keras_sharded_slots.weights_of
+            weights_of = keras_optimizer.weights_of
             self._change(model, optimizer, lambda: optimizer.finalize_variable_values(weights_of(optimizer)))
 
     def _change(self, model: keras.Model, optimizer: Any, change: Callable[[], None]) -> None:
@@ -301,7 +302,7 @@ class OptimizerShards:
             optimizer: The optimizer.
             after: For some weights, by `id`, the tensors that must be computed before the copies are overwritten.
         """
-        owners, weights = self.owners(model), keras_sharded_slots.weights_of(optimizer)
+        owners, weights = self.owners(model), keras_optimizer.weights_of(optimizer)
         self._communicator.send(
             [
                 Copies(memories, owners[id(weight)], after.get(id(weight), ()))
@@ -340,4 +341,5 @@ def _trained(model: keras.Model) -> list[keras.Variable]:
 
 
 def _first_device(weight: keras.Variable) -> str:
-    return str(keras_sharded_slots.copies(weight)[0][0].device)
+    """Return the device of the first copy of a weight; empty for one that is placed later, with its slots."""
+    return str(getattr(keras_sharded_slots.copies(weight)[0][0], "device", ""))

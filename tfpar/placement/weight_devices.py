@@ -48,7 +48,7 @@ def place_weights(
             keras_weight_placement.place(variable, devices_of(variable)[0])
     optimizer = keras_variables.optimizer_of(model)
     if keras_variables.num_moves(model.variables) != moves and optimizer is not None and optimizer.built:
-        keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
+        keras_optimizer.move_slots(optimizer)
 
 
 @contextlib.contextmanager

@@ -86,35 +86,43 @@ def _memory(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
-    """Place the slots of a built optimizer on the devices of their weights, sharded like them.
+def move_slots(optimizer: keras.Optimizer) -> None:
+    """Move the slots of a built optimizer to the devices of their weights, sharded like them.
 
     Args:
         optimizer: A built optimizer.
-        variables: The weights that it was built for.
     """
     keras_variables.find_slots(keras_variables.innermost(optimizer))
-    for slot, variable in slots_of(optimizer, variables):
+    for slot, weight in slots_of_weights(optimizer):
         if not is_remote(slot):
-            place_as(slot, variable)
+            place_as(slot, weight)
 
 
-def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return the slots of a built optimizer that have the shape of their weight, each with the weight.
+def slots_of_weights(optimizer: keras.Optimizer) -> list[tuple[Any, Any]]:
+    """Return the slots of a built optimizer of Keras 3.15 that belong to a single weight, each with the weight.
 
-    In Keras 3.15 the name of a slot starts with the path of its weight (`add_variable_from_reference`).
+    A slot has the shape of its weight and a name that starts with the weight's path (`add_variable_from_reference`), or
+    it is in a list with one item per weight, like Adafactor's row and column factors.
 
     Args:
         optimizer: A built optimizer.
-        variables: The weights that it was built for.
     """
-    found, prefixes = [], [(variable, variable.path.replace("/", "_") + "_") for variable in variables]
-    for slot in keras_variables.innermost(optimizer).variables:
-        of = [variable for variable, prefix in prefixes if slot.name.startswith(prefix)]
-        weight = max(of, key=lambda variable: len(variable.path), default=None)  # kernel_2, where there is a kernel too
+    inner, weights = keras_variables.innermost(optimizer), weights_of(optimizer)
+    prefixes, pairs = [(weight, weight.path.replace("/", "_") + "_") for weight in weights], dict[int, Any]()
+    for slot in inner.variables:
+        named = [weight for weight, prefix in prefixes if slot.name.startswith(prefix)]
+        weight = max(named, key=lambda weight: len(weight.path), default=None)  # kernel_2 rather than kernel
         if weight is not None and slot.shape == weight.shape:
-            found.append((slot, weight))
-    return found
+            pairs[id(slot)] = weight
+    for name, values in vars(inner).items():
+        if name != "_variables" and isinstance(values, list | tuple) and len(values) == len(weights):
+            pairs |= {id(slot): weight for slot, weight in zip(values, weights, strict=True)}
+    return [(slot, pairs[id(slot)]) for slot in inner.variables if id(slot) in pairs]
+
+
+def weights_of(optimizer: Any) -> list[Any]:
+    """Return the weights that an optimizer was built for."""
+    return list(versions.private(keras_variables.innermost(optimizer), "_trainable_variables"))
 
 
 def slots_per_weight(optimizer: keras.Optimizer | None, weights: Sequence[keras.Variable]) -> int:

@@ -22,8 +22,6 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute.numpy_dataset import SingleDevice
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfpar._compat import versions
-from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar._compat.variables.sharded_memory import RemoteMemory, ShardedMemory, is_remote
 
@@ -122,30 +120,6 @@ def place_slot(slot: keras.Variable, value: Any, device: str) -> None:
     """
     with tf.init_scope(), slots_on(lambda _: device):
         keras_variables.re_create(slot, value)
-
-
-def slots_of_weights(optimizer: keras.Optimizer) -> list[tuple[Any, Any]]:
-    """Return the variables of a built optimizer that belong to a single weight, each with the weight.
-
-    They are items of lists with one item per weight, the only sign of Adafactor's row and column factors.
-
-    Args:
-        optimizer: A built optimizer.
-    """
-    inner, weights = keras_variables.innermost(optimizer), weights_of(optimizer)
-    pairs = {id(slot): (slot, weight) for slot, weight in keras_optimizer.slots_of(inner, weights)}
-    known = set(map(id, inner.variables))
-    for name, values in vars(inner).items():
-        if name != "_variables" and isinstance(values, list | tuple) and len(values) == len(weights):
-            pairs |= {
-                id(slot): (slot, weight) for slot, weight in zip(values, weights, strict=True) if id(slot) in known
-            }
-    return [pairs[id(slot)] for slot in inner.variables if id(slot) in pairs]
-
-
-def weights_of(optimizer: Any) -> list[Any]:
-    """Return the weights that an optimizer was built for."""
-    return list(versions.private(keras_variables.innermost(optimizer), "_trainable_variables"))
 
 
 def memories(variable: keras.Variable) -> Sequence[tf.Variable]:

@@ -22,7 +22,8 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfpar._compat import versions
-from tfpar._compat.optimizers.keras_sharded_slots import is_owned, slots_of_weights
+from tfpar._compat.optimizers.keras_optimizer import slots_of_weights
+from tfpar._compat.optimizers.keras_sharded_slots import is_owned
 from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.per_model import PerModel
 

@@ -137,13 +137,13 @@ def place(variable: Any, device: str) -> bool:
 
 
 def place_as(variable: Any, weight: Any) -> None:
-    """Place a variable on the device of a weight, or shard it like the weight.
+    """Place a variable on the device of a weight, and shard it like the weight if it has the same shape.
 
     Args:
         variable: A Keras variable, such as an optimizer slot.
         weight: An allocated Keras variable.
     """
-    if sharded_memory.is_sharded(weight):
+    if sharded_memory.is_sharded(weight) and variable.shape == weight.shape:
         sharded_memory.place_shards(variable, *weight._value.layout)
     else:
         place(variable, weight._value.device)

@@ -216,7 +216,7 @@ class StageEngine(ShardsState, SingleReplica):
             self._planner.other_stage_devices(model),
             None if self._peers is None else self.job.agree,
         )
-        return PipelineSteps(compiler, schedule, self._peers_of(model), functools.partial(self._apply, model))
+        return PipelineSteps(compiler, schedule, self._peers, functools.partial(self._apply, model))
 
     def _apply(self, model: keras.Model, gradients: Sequence[Any], weights: Sequence[Any]) -> None:
         """Run the optimizer; of sharded weights the gradients and weights are shards."""
@@ -236,10 +236,6 @@ class StageEngine(ShardsState, SingleReplica):
         self._present[model] = present
         self._planner.forget(model)
         self._steps.pop(model)
-
-    def _peers_of(self, model: keras.Model) -> Peers | None:
-        """Return the other workers of a job as the steps of a model need them; None for none."""
-        return self._peers
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the schedule of a model: fewer stages for few layer calls, forward passes first for some losses."""
