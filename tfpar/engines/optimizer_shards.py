@@ -77,6 +77,8 @@ class LocalCommunicator:
     def send(self, weights: Sequence[Copies]) -> None:
         """Copy each weight from its owner to the other replicas."""
         for memories, owner, after in weights:
+            if len(memories) == 1:
+                continue
             with tf.device(memories[owner].device):
                 value = memories[owner].read_value()
             for replica, memory in enumerate(memories):
@@ -191,7 +193,9 @@ class OptimizerShards:
                 self._hold(model, optimizer)
 
     def _hold(self, model: keras.Model, optimizer: Any) -> None:
-        """Record the holder of each slot, and release slots of other workers."""
+        """Place the slots with their weights, record which worker holds them, and release those of other workers."""
+        if not self._devices:
+            keras_optimizer.move_slots(optimizer)
         if self._job.num_workers == 1:
             return
         keras_sharded_updates.check(optimizer)
@@ -216,8 +220,6 @@ class OptimizerShards:
                 for slot, weight in keras_optimizer.slots_of_weights(optimizer):
                     if not keras_sharded_slots.is_owned(slot):
                         self._move(slot, here.get(id(weight)))
-            if not self._devices:
-                keras_optimizer.move_slots(optimizer)
             self._hold(model, optimizer)
 
     def _move(self, slot: keras.Variable, replica: int | None) -> None:

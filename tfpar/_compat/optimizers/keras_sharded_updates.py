@@ -133,29 +133,36 @@ def own_shards(optimizer: Any, updated: Sequence[int]) -> Iterator[None]:
         updated: For each weight or shard with a gradient, in the order of the update, the `id` of the whole weight.
     """
     inner = keras_variables.innermost(optimizer)
-    attributes, weights = vars(inner), inner._trainable_variables
-    shards = [sharded_memory.shards_of(weight) for weight in weights]
-    of_all = list(itertools.chain.from_iterable(shards))
-    replaced: dict[str, Any] = {"_trainable_variables": of_all}
-    for name, value in attributes.items():
-        if name not in _NOT_SLOTS and _are_slots(value, weights):
-            pairs = zip(value, map(len, shards), strict=True)
-            replaced[name] = [shard for slot, number in pairs for shard in _shards_of_slot(slot, number)]
-    replaced["_trainable_variables_indices"] = {inner._var_key(shard): index for index, shard in enumerate(of_all)}
-    if excluded := set(attributes.get("_exclude_from_weight_decay", ())):
-        are_excluded = [inner._var_key(weight) in excluded for weight in weights]
-        of_excluded = itertools.chain.from_iterable(itertools.compress(shards, are_excluded))
-        replaced["_exclude_from_weight_decay"] = excluded.union(map(inner._var_key, of_excluded))
-    if inner.clipnorm and len(of_all) > len(weights):
-        replaced["_clip_gradients"] = _clip_by_norm_of_weights(inner, updated)
-    before = {name: attributes[name] for name in replaced if name in attributes}
-    attributes.update(replaced)
+    attributes, of_shards = vars(inner), _of_shards(inner, updated)
+    before = {name: attributes[name] for name in of_shards if name in attributes}
+    attributes.update(of_shards)
     try:
         yield
     finally:
-        for name in replaced:
+        for name in of_shards:
             del attributes[name]
         attributes.update(before)
+
+
+def _of_shards(optimizer: Any, updated: Sequence[int]) -> dict[str, Any]:
+    """Return the attributes of an optimizer that refer to weights and slots, for their shards."""
+    weights, key_of = optimizer._trainable_variables, optimizer._var_key
+    shards = [sharded_memory.shards_of(weight) for weight in weights]
+    of_all = list(itertools.chain.from_iterable(shards))
+    replaced: dict[str, Any] = {
+        "_trainable_variables": of_all,
+        "_trainable_variables_indices": {key_of(shard): index for index, shard in enumerate(of_all)},
+    }
+    for name, value in vars(optimizer).items():
+        if name not in _NOT_SLOTS and _are_slots(value, weights):
+            pairs = zip(value, map(len, shards), strict=True)
+            replaced[name] = [shard for slot, number in pairs for shard in _shards_of_slot(slot, number)]
+    if excluded := set(vars(optimizer).get("_exclude_from_weight_decay", ())):
+        of_excluded = itertools.compress(shards, [key_of(weight) in excluded for weight in weights])
+        replaced["_exclude_from_weight_decay"] = excluded.union(map(key_of, itertools.chain.from_iterable(of_excluded)))
+    if optimizer.clipnorm and len(of_all) > len(weights):
+        replaced["_clip_gradients"] = _clip_by_norm_of_weights(optimizer, updated)
+    return replaced
 
 
 def _shards_of_slot(slot: Any, number: int) -> list[Any]:

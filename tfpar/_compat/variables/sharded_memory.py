@@ -254,8 +254,8 @@ def shards_of(variable: Any) -> list[Any]:
     if not memory.variables:
         memory.variables = [copy.copy(variable) for _ in memory.shards]
     for number, (shard, values) in enumerate(zip(memory.variables, memory.shards, strict=True)):
-        vars(shard).update(vars(variable))
-        shard._value, shard._shape, shard._tfpar_shard = values, tuple(values.shape), (variable, number)
+        own = {"_value": values, "_shape": tuple(values.shape), "_tfpar_shard": (variable, number)}
+        vars(shard).update({**vars(variable), **own})
     return memory.variables
 
 

@@ -146,7 +146,7 @@ class StageEngine(ShardsState, SingleReplica):
         return list(map(remote_devices.label, self.devices))
 
     def _holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is plain, or in pieces where stages have shards."""
+        """Return whether no strategy replicates a variable, and, without shards, whether it is whole."""
         return keras_variables.home_of(variable) is None if self._groups else super()._holds(variable)
 
     def finalize_weights(self, model: keras.Model) -> None:
@@ -407,7 +407,7 @@ def _check_optimizer(model: keras.Model, strategy: str) -> None:
     """Refuse an optimizer that needs whole weights.
 
     Args:
-        model: A compiled model with divided weights.
+        model: A compiled model with sharded weights.
         strategy: The strategy, for the message.
 
     Raises:
