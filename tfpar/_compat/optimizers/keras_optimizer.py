@@ -12,6 +12,9 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfpar._compat import versions
 from tfpar._compat.optimizers.keras_optimizer_copy import optimizer_of_weight, unbuilt_copy
@@ -178,3 +181,40 @@ def updates_of(optimizer: keras.Optimizer | None, num_applied: int) -> int:
     """Return the value of `iterations` after an optimizer was applied a number of times (Keras 3.15)."""
     inner = None if optimizer is None else keras_variables.innermost(optimizer)
     return num_applied // (getattr(inner, "gradient_accumulation_steps", None) or 1)
+
+
+def resource_handles(optimizer: Any, weight: Any, kinds: Sequence[str]) -> list[tf.Tensor] | None:
+    """Return the handles of a weight and its slots, or None if they differ in device, dtype or shape.
+
+    Args:
+        optimizer: A built optimizer.
+        weight: The `tf.Variable` of one of its weights; of a replicated weight that of the calling replica.
+        kinds: Keras' names for the lists of slots, without a leading underscore.
+    """
+    index = optimizer._get_variable_index(weight)
+    slots = [_slots_of_kind(optimizer, kind) for kind in kinds]
+    if not all(isinstance(of_kind, list | tuple) and index < len(of_kind) for of_kind in slots):
+        return None
+    memories = [weight, *(_memory(of_kind[index]) for of_kind in slots)]
+    if not all(map(_has_handle, memories)):
+        return None
+    if any(_device_dtype_shape(memory) != _device_dtype_shape(weight) for memory in memories):
+        return None
+    return [memory.handle for memory in memories]
+
+
+def _slots_of_kind(optimizer: Any, kind: str) -> Any:
+    """Return a list of slots: SGD calls one `momentums`, Adam `_momentums`."""
+    public = getattr(optimizer, kind, None)
+    return getattr(optimizer, f"_{kind}", ()) if public is None else public
+
+
+def _has_handle(memory: Any) -> bool:
+    """Return whether memory is a single resource here: not sharded, remote, or replicated outside a replica context."""
+    if isinstance(memory, DistributedVariable):
+        return get_current_replica_id_as_int() is not None
+    return isinstance(memory, ResourceVariable)
+
+
+def _device_dtype_shape(memory: Any) -> tuple[Any, ...]:
+    return memory.device, memory.dtype, memory.shape
