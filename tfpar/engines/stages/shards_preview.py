@@ -1,4 +1,4 @@
-"""The preview of layers that are sharded over shards: the bytes of each device, and the layers that stay whole."""
+"""The preview of tensor parallelism without stages: the memory of each device, and the layers that stay whole."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def shards_preview(
         model: A model with sharded weights.
         calls: Its layer calls.
         sharding: Their sharding.
-        num_examples: The size of a batch, of which each device of a replica computes with the part of the replica.
-        replicas: The devices of the shards of each replica.
+        num_examples: The size of a global batch.
+        replicas: The devices of each replica, in the order of the shards.
     """
     num_examples = -(-num_examples // len(replicas))
     rows = tuple(
@@ -41,7 +41,7 @@ def shards_preview(
 
 
 def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_examples: int) -> ReplicaRow:
-    """Return the row of a device, with the weights of its shard; those of other replicas are copied during a step."""
+    """Return the row of a device. It counts the weights of its shard on all replicas, which a step copies here."""
     optimizer, weights = keras_variables.optimizer_of(model), _on(model.variables, same_shard)
     slots = _on(optimizer.variables if optimizer else (), [device])
     gradient_bytes = sum(map(num_bytes, _on(model.trainable_variables, same_shard)))
@@ -55,6 +55,6 @@ def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_e
 
 
 def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
-    """Return the variables, or shards of sharded ones, on some devices."""
+    """Return the variables and shards on some devices."""
     shards = [shard for variable in variables for shard in sharded_memory.shards_of(variable)]
     return [shard for shard in shards if any(keras_variables.is_on(shard, device) for device in devices)]
