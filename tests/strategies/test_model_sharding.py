@@ -58,7 +58,7 @@ def test_sizes_differ_by_at_most_one() -> None:
     assert [even_sizes(size, 3) for size in (12, 10, 2)] == [(4, 4, 4), (4, 3, 3), (1, 1, 0)]
 
 
-def test_layers_are_divided_in_pairs_with_elementwise_calls_between() -> None:
+def test_layers_are_sharded_in_pairs_with_elementwise_calls_between() -> None:
     offers = [dense("up", ("x",), 8, 32), elementwise("gelu", "up"), dense("down", ("gelu",), 32, 8)]
     sharding = plan(offers, weights_of(*offers), 2)
     assert names(sharding) == ["columns", "elements", "rows"]
@@ -68,7 +68,7 @@ def test_layers_are_divided_in_pairs_with_elementwise_calls_between() -> None:
     assert "down" not in sharding.values
 
 
-def test_the_product_of_two_divided_layers_is_divided() -> None:
+def test_the_product_of_two_sharded_layers_is_sharded() -> None:
     offers = [dense("gate", ("x",), 8, 32), dense("up", ("x",), 8, 32), elementwise("product", "gate", "up")]
     offers.append(dense("down", ("product",), 32, 8))
     assert names(plan(offers, weights_of(*offers), 3)) == ["columns", "columns", "elements", "rows"]
@@ -91,7 +91,7 @@ def test_small_layers_stay_whole_without_a_word_and_others_with_the_reason() -> 
     assert sharding.whole == {"mixer": "layers of the class Lambda are not sharded"}
 
 
-def test_a_small_layer_takes_pieces_and_does_not_begin_a_division() -> None:
+def test_a_small_layer_takes_shards_and_does_not_begin_a_sharding() -> None:
     offers = [dense("up", ("x",), 64, 640), normalization("norm", "up", 640), dense("down", ("norm",), 640, 64)]
     offers = [normalization("first", "x", 64), *offers, normalization("last", "down", 64)]
     weights = weights_of(*offers) | {f"{name}/gamma": Weight(f"{name}/gamma", (8,), 32) for name in ("norm", "first")}
@@ -132,7 +132,7 @@ def test_a_weight_that_another_layer_reads_whole_stays_whole() -> None:
     assert sharding.whole["embedding"] == "'table' stays whole: 'logits' reads it whole"
 
 
-def test_a_layer_that_is_used_twice_is_divided_in_one_rule() -> None:
+def test_a_layer_that_is_used_twice_is_sharded_in_one_rule() -> None:
     offers = [dense("first", ("x",), 8, 8, "tied"), dense("second", ("first",), 8, 8, "tied")]
     sharding = plan(offers, weights_of(*offers), 2)
     assert names(sharding) in (["columns", "columns"], [None, None])

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers divided over devices train, evaluate, predict, save and resume as on one device."""
+"""Tensor parallelism: layers sharded over devices train, evaluate, predict, save and resume as on one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def perceptron(optimizer: Callable[[], Any] | None = None) -> keras.Model:
 
 
 def sequence() -> keras.Model:
-    """A divided table with masked numbers, contractions by equations, and a layer that is used twice."""
+    """A sharded table with masked numbers, contractions by equations, and a layer that is used twice."""
     tokens = keras.Input((6,), dtype="int32")
     table = keras.layers.Embedding(TOKENS, 4, mask_zero=True, name="table")
     hidden = keras.layers.GRU(5, return_sequences=True)(table(tokens) + table(tokens[:, ::-1]))
@@ -128,8 +128,8 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
     keras.tree.map_structure(compare, found, expected)
 
 
-def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
-    """The sizes of the pieces of each divided weight, by its layer and name, those of the last layer of that name."""
+def shard_sizes(model: keras.Model) -> dict[str, tuple[int, ...]]:
+    """The sizes of the shards of each sharded weight, by its layer and name, those of the last layer of that name."""
     return {
         "/".join(variable.path.split("/")[-2:]): variable.value.sizes
         for variable in model.weights
@@ -165,7 +165,7 @@ def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> N
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
     trainer, *found = trained(build, data(), tfpar.TensorParallel(3))
     assert_equal(found, wanted)
-    assert divided(trainer.model).items() >= expected.items()
+    assert shard_sizes(trainer.model).items() >= expected.items()
 
 
 @pytest.mark.extended
@@ -187,8 +187,8 @@ def test_a_rule_divides_its_layer_alone(build: Any, data: Any, rules: Any, expec
     assert {path.split("/")[0] for path in paths} == {expected.split("/")[0]}
 
 
-def assert_holds_pieces(model: keras.Model) -> None:
-    """Assert that each device has its pieces of weights and of the optimizer's state."""
+def assert_holds_shards(model: keras.Model) -> None:
+    """Assert that each device has its shards of weights and of the optimizer's state."""
     up = model.get_layer("up").kernel
     assert up.path in {weight.path for weight in model.weights}, "one variable, with its name"
     slots = [slot for slot in model.optimizer.variables if slot.shape == up.shape]
@@ -200,7 +200,7 @@ def assert_holds_pieces(model: keras.Model) -> None:
     assert norm.gamma.value.device.endswith("CPU:2"), "a whole weight is on the first device"
 
 
-def test_a_device_holds_its_pieces_only_which_no_step_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_holds_only_its_shards_which_no_step_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2, devices=["CPU:2", "CPU:1"]), seed=0)
 
     def gather(memory: Any) -> tf.Tensor:
@@ -214,7 +214,7 @@ def test_a_device_holds_its_pieces_only_which_no_step_gathers(monkeypatch: pytes
     step = StageEngine.train_step
     monkeypatch.setattr(StageEngine, "train_step", train_step)
     trainer.fit(*of_features(8), verbose=0)
-    assert_holds_pieces(trainer.model)
+    assert_holds_shards(trainer.model)
 
 
 def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
     assert trainer.model.predict(of_features(8)[0], verbose=0).shape == (8, CLASSES)
 
 
-def test_preview_says_what_is_divided() -> None:
+def test_preview_says_what_is_sharded() -> None:
     trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
     preview = trainer.preview(tf.data.Dataset.from_tensor_slices(of_features()).batch(8))
     assert [row.device for row in preview.rows] == ["CPU:0", "CPU:1"]
@@ -249,7 +249,7 @@ def recurrent() -> keras.Model:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
-def test_a_model_of_which_nothing_is_divided_is_named_with_the_reason(strategy: Any) -> None:
+def test_a_model_of_which_nothing_is_sharded_is_named_with_the_reason(strategy: Any) -> None:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         trainer = tfpar.Trainer(recurrent, strategy(), seed=0)
@@ -269,7 +269,7 @@ def mostly_recurrent() -> keras.Model:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
-def test_a_large_layer_that_stays_whole_beside_divided_ones_is_named_with_its_part(strategy: Any) -> None:
+def test_a_large_layer_that_stays_whole_beside_sharded_ones_is_named_with_its_part(strategy: Any) -> None:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         trainer = tfpar.Trainer(mostly_recurrent, strategy(), seed=0)
@@ -355,13 +355,28 @@ def test_saves_a_plain_file_that_trains_on_and_loads_weights(tmp_path: Path) -> 
     ],
     ids=["loss scaling, Nadam", "Adagrad, overwritten by averages", "RMSprop", "Ftrl"],
 )
-def test_optimizers_update_pieces_as_whole_weights(optimizer: Callable[[], Any]) -> None:
+def test_optimizers_update_shards_as_whole_weights(optimizer: Callable[[], Any]) -> None:
     data = of_features(24)
     both = [
         fitted(lambda: perceptron(optimizer), data, strategy, epochs=1)[1:]
         for strategy in (tfpar.TensorParallel(3), tfpar.SingleDevice())
     ]
     assert_equal(*both, tolerance=1e-9)
+
+
+def test_averages_are_swapped_shard_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> keras.Model:
+        return perceptron(lambda: keras.optimizers.Adam(use_ema=True, ema_momentum=0.5))
+
+    def fit(strategy: tfpar.Strategy) -> tuple[Any, ...]:
+        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+        return fitted(build, data, strategy, callbacks=callbacks, validation_data=data)
+
+    data = of_features(16)
+    expected = fit(tfpar.SingleDevice())[1:]
+    # Keras swaps with additions, here of whole values.
+    monkeypatch.setattr(sharded_memory.ShardedMemory, "assign_add", lambda memory, _: pytest.fail(memory.name))
+    assert_equal(fit(tfpar.TensorParallel(2))[1:], expected, tolerance=1e-9)
 
 
 def test_layers_with_lora_become_whole() -> None:
@@ -383,11 +398,11 @@ def test_layers_with_lora_become_whole() -> None:
         trainer.model.get_layer("heads").query_dense.enable_lora(2)
         trainer.compile(keras.optimizers.SGD(0.1), "mse")
         trainer.fit(*data, batch_size=4, shuffle=False, verbose=0)
-        return state(trainer.model), set(divided(trainer.model))
+        return state(trainer.model), set(shard_sizes(trainer.model))
 
-    found, pieces = run(tfpar.TensorParallel(2))
+    found, shards = run(tfpar.TensorParallel(2))
     assert_equal(found, run(tfpar.SingleDevice())[0])
-    assert pieces == {"plain/kernel", "plain/bias"}
+    assert shards == {"plain/kernel", "plain/bias"}
 
 
 def test_rules_divide_what_they_name() -> None:
@@ -396,7 +411,7 @@ def test_rules_divide_what_they_name() -> None:
         tfpar.Trainer(perceptron, tfpar.TensorParallel(2, layout=rules), seed=0)
     rules = {"down/kernel": ("model", None), "gate/kernel": (None, "model")}
     trainer, *found = fitted(perceptron, of_features(), tfpar.TensorParallel(2, layout=rules))
-    assert set(divided(trainer.model)) == {"down/kernel", "gate/kernel", "gate/bias"}
+    assert set(shard_sizes(trainer.model)) == {"down/kernel", "gate/kernel", "gate/bias"}
     assert_equal(found, list(fitted(perceptron, of_features(), tfpar.SingleDevice())[1:]))
 
 

@@ -1,4 +1,4 @@
-"""The loss and the metrics of a last layer in pieces: those of one device, and no device has all scores."""
+"""The loss and the metrics of a last layer in shards: those of one device, and no device has all scores."""
 
 from __future__ import annotations
 
@@ -121,16 +121,16 @@ def test_equals_one_device_and_never_gathers(name: str, strategy: str, monkeypat
     expected = trained(CASES[name], name, tfpar.SingleDevice())
     note = gathered_classes.note_shards
 
-    def spoilt(whole: tf.Tensor, pieces: Any) -> tf.Tensor:
-        return note(whole * np.nan if whole.shape[-1] == CLASSES else whole, pieces)
+    def spoilt(whole: tf.Tensor, shards: Any) -> tf.Tensor:
+        return note(whole * np.nan if whole.shape[-1] == CLASSES else whole, shards)
 
     monkeypatch.setattr(gathered_classes, "note_shards", spoilt)
     found = trained(CASES[name], name, STRATEGIES[strategy]())
-    divided = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_sharded(weight)}
+    sharded = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_sharded(weight)}
     sizes = (4, 4, 3) if strategy == "shards" else (6, 5)
-    assert sizes in divided.values()
+    assert sizes in sharded.values()
     if name == "tied":
-        assert divided["embeddings"] == sizes
+        assert sharded["embeddings"] == sizes
     assert_equal(found, expected)
 
 

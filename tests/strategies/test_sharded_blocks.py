@@ -1,4 +1,4 @@
-"""Blocks of layers, of users and of KerasHub, are divided inside, and train as on one device."""
+"""Blocks of layers, of users and of KerasHub, are sharded inside, and train as on one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras import layers, ops
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tests.strategies.test_tensor_parallel import assert_equal, divided, trained
+from tests.strategies.test_tensor_parallel import assert_equal, shard_sizes, trained
 from tfpar._compat.variables import sharded_memory
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -203,7 +203,7 @@ def test_equals_one_device(case: str) -> None:
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
     trainer, *found = trained(build, data(), tfpar.TensorParallel(2))
     assert_equal(found, wanted)
-    assert set(divided(trainer.model)) >= expected
+    assert set(shard_sizes(trainer.model)) >= expected
 
 
 @pytest.mark.extended
