@@ -76,7 +76,7 @@ def _has_mask_of_other_heads(call: Call) -> bool:
 
 def _query_and_value(call: Call) -> list[Value]:
     arguments = [*call.args, call.kwargs.get("query"), call.kwargs.get("value")]
-    return [one for one in arguments if isinstance(one, Value)][:2]
+    return [argument for argument in arguments if isinstance(argument, Value)][:2]
 
 
 def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
@@ -90,7 +90,8 @@ def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
         if masks is not None:
             tensors[mask_of_heads] = masks[shard]
         with tf.device(device):
-            zeros = {id(one): tf.zeros(one.shape, one.dtype) for one in layer.weights if shard and _is_output_bias(one)}
+            biases = filter(_is_output_bias, layer.weights if shard else ())
+            zeros = {id(bias): tf.zeros(bias.shape, bias.dtype) for bias in biases}
             with sharded_memory.as_shards(layer.weights, shard, zeros), _dropping(layer, factors, shard):
                 partial.append(run_call(call, tensors, training))
     mask = keras_model.mask_of(partial[0])
@@ -126,12 +127,12 @@ def _score_factors(placed: Placed, call: Call) -> tuple[tf.Tensor, ...]:
 
 def _shards_of_heads(placed: Placed, call: Call, scores: tf.Tensor) -> tuple[tf.Tensor, ...]:
     """Split a tensor `[batch, heads, query, key]` by heads, like the weights of the layer."""
-    sizes = next(one.value.sizes for one in call.operation.weights if one.path.endswith(f"{_OUTPUT}/kernel"))
+    sizes = next(weight.value.sizes for weight in call.operation.weights if weight.path.endswith(f"{_OUTPUT}/kernel"))
     return sharded_values.split(scores, sizes, _HEADS_OF_SCORES, placed.devices)
 
 
 def _dropout_of(layer: Any) -> keras.layers.Dropout:
-    return next(one for one in keras_model.all_layers(layer) if type(one) is keras.layers.Dropout)
+    return next(sublayer for sublayer in keras_model.all_layers(layer) if type(sublayer) is keras.layers.Dropout)
 
 
 def _dropping(layer: Any, factors: Sequence[tf.Tensor] | None, shard: int) -> contextlib.AbstractContextManager[Any]:

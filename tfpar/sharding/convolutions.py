@@ -121,9 +121,9 @@ def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
 def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     layer, (value,) = call.operation, call.inputs
     held, partial = placed.sharded(value, _channel_axis(layer), layer.kernel.value.sizes), []
-    for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+    for shard, (device, channels) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):
-            partial.append(_convolved(layer, given, shard, device))
+            partial.append(_convolved(layer, channels, shard, device))
     output = sharded_values.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         bias = None if layer.bias is None else tf.cast(tf.convert_to_tensor(layer.bias), layer.compute_dtype)
@@ -140,10 +140,10 @@ def _run_depthwise(placed: Placed, call: Call, training: bool) -> Any:
 def _outputs(placed: Placed, call: Call, inputs: Sequence[tf.Tensor]) -> Any:
     """Return the output channels that each shard computes from its input."""
     layer, outputs = call.operation, []
-    for shard, (device, given) in enumerate(zip(placed.devices, inputs, strict=True)):
+    for shard, (device, channels) in enumerate(zip(placed.devices, inputs, strict=True)):
         bias = None if layer.bias is None else weight_shard(layer.bias, shard, device, layer.compute_dtype)
         with tf.device(device):
-            outputs.append(_with_bias(layer, _convolved(layer, given, shard, device), bias))
+            outputs.append(_with_bias(layer, _convolved(layer, channels, shard, device), bias))
     return activated(outputs, _channel_axis(layer), placed, call)
 
 
@@ -173,8 +173,8 @@ def _run_channelwise(gives: int, placed: Placed, call: Call, training: bool) -> 
     held, outputs = placed.tensors[value], []
     for device, channels in zip(placed.devices, held.tensors, strict=True):
         with tf.device(device):
-            given = keras_model.with_mask(channels, None if held.mask is None else tf.identity(held.mask))
-            outputs.append(run_call(call, {value: given}, training))
+            masked = keras_model.with_mask(channels, None if held.mask is None else tf.identity(held.mask))
+            outputs.append(run_call(call, {value: masked}, training))
     return ShardedValue(tuple(outputs), gives, keras_model.mask_of(outputs[0]))
 
 
@@ -200,8 +200,8 @@ def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) ->
             sharded_memory.as_shards(layer.variables, shard, own),
             _any_number_of_channels(layer),
         ):
-            given = keras_model.with_mask(channels, None if held.mask is None else tf.identity(held.mask))
-            outputs.append(run_call(call, {value: given}, training))
+            masked = keras_model.with_mask(channels, None if held.mask is None else tf.identity(held.mask))
+            outputs.append(run_call(call, {value: masked}, training))
             changed.append([tf.convert_to_tensor(state) for state, _ in statistics])
     for (state, before), after in zip(statistics, zip(*changed, strict=True), strict=True):
         if after[0] is not before[0]:

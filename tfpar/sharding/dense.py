@@ -35,17 +35,17 @@ def dense_rules(call: Call) -> tuple[ShardingRule, ...]:
     if len(call.inputs) != 1 or not _is_plain(layer):
         return ()
     equation = "...c,cd->...d" if isinstance(layer, keras.layers.Dense) else layer.equation
-    given, rest = equation.replace(" ", "").split(",")
+    labels, rest = equation.replace(" ", "").split(",")
     kernel, output = rest.split("->")
     bias = "d" if isinstance(layer, keras.layers.Dense) else (layer.bias_axes or "")
-    columns = [label for label in kernel if label in output and label not in given]
-    rows = [label for label in kernel if label in given and label not in output]
-    found = []
+    columns = [label for label in kernel if label in output and label not in labels]
+    rows = [label for label in kernel if label in labels and label not in output]
+    rules = []
     for label in rows:
-        axis = _axis_from_end(given, label)
+        axis = _axis_from_end(labels, label)
         if axis is not None:
             run = functools.partial(_run_rows, equation, axis)
-            found.append(
+            rules.append(
                 ShardingRule(
                     "rows", _size(layer, kernel, label), {id(layer.kernel): Cut(kernel.index(label))}, axis, None, run
                 )
@@ -58,10 +58,10 @@ def dense_rules(call: Call) -> tuple[ShardingRule, ...]:
                 cuts[id(layer.bias)] = Cut(output.index(label) - min(map(output.index, bias)))  # as the output
             run = functools.partial(_run_columns, equation, axis, label in bias)
             result = Cut(axis) if activates_shards(layer) else None
-            found.append(ShardingRule("columns", _size(layer, kernel, label), cuts, None, result, run))
+            rules.append(ShardingRule("columns", _size(layer, kernel, label), cuts, None, result, run))
     # Adding up outputs for many classes takes more memory and time than sending the inputs.
     is_wide = isinstance(layer, keras.layers.Dense) and layer.kernel.shape[1] >= WIDE_OUTPUT * layer.kernel.shape[0]
-    return tuple(reversed(found)) if is_wide else tuple(found)
+    return tuple(reversed(rules)) if is_wide else tuple(rules)
 
 
 def _size(layer: Any, kernel: str, label: str) -> int:
@@ -93,14 +93,14 @@ def _run_columns(
 
     outputs = []
     for shard, device in enumerate(placed.devices):
-        given, kernel = placed.on(value, shard), weight_shard(layer.kernel, shard, device, layer.compute_dtype)
+        tensor, kernel = placed.on(value, shard), weight_shard(layer.kernel, shard, device, layer.compute_dtype)
         bias = None
         if layer.bias is not None:
             bias = (
                 weight_shard(layer.bias, shard, device) if shards_bias else _copy(layer.bias, placed.devices[0], device)
             )
         with tf.device(device):
-            output = _multiply(layer, equation, given, kernel)
+            output = _multiply(layer, equation, tensor, kernel)
             outputs.append(output if bias is None else keras.ops.add(output, tf.cast(bias, layer.compute_dtype)))
     return activated(outputs, axis, placed, call)
 
@@ -115,10 +115,10 @@ def _run_rows(equation: str, axis: int, placed: Placed, call: Call, training: bo
     layer, (value,) = call.operation, call.inputs
     held = placed.sharded(value, axis, layer.kernel.value.sizes)
     partial = []
-    for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+    for shard, (device, tensor) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):
             partial.append(
-                _multiply(layer, equation, given, weight_shard(layer.kernel, shard, device, layer.compute_dtype))
+                _multiply(layer, equation, tensor, weight_shard(layer.kernel, shard, device, layer.compute_dtype))
             )
     output = sharded_values.added(partial, placed.devices)
     with tf.device(placed.devices[0]):

@@ -67,11 +67,11 @@ def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Cal
         whole = sharded_values.gathered(outputs, axis, placed.devices)
         with tf.device(placed.devices[0]):
             return keras_model.with_mask(layer.activation(whole), mask)
-    found = []
+    activations = []
     for output, device in zip(outputs, placed.devices, strict=True):
         with tf.device(device):
-            found.append(output if layer.activation is None else layer.activation(output))
-    return ShardedValue(tuple(found), axis, mask)
+            activations.append(output if layer.activation is None else layer.activation(output))
+    return ShardedValue(tuple(activations), axis, mask)
 
 
 def elementwise_rules(call: Call) -> tuple[ShardingRule, ...]:
@@ -117,13 +117,13 @@ def _run(placed: Placed, call: Call, training: bool) -> ShardedValue:
         factors = _dropout_factors(placed, call, held[0])
     for shard, device in enumerate(placed.devices):
         with tf.device(device):
-            tensors = {value: one.tensors[shard] for value, one in zip(call.inputs, held, strict=True)}
+            tensors = {value: sharded.tensors[shard] for value, sharded in zip(call.inputs, held, strict=True)}
             if drops and call.operation.rate > 0:
                 outputs.append(dropped(tensors[call.inputs[0]], factors[shard]))
             else:
                 outputs.append(run_call(call, tensors, training))
     with tf.device(placed.devices[0]):
-        return ShardedValue(tuple(outputs), axis, _mask(call, [one.mask for one in held]))
+        return ShardedValue(tuple(outputs), axis, _mask(call, [sharded.mask for sharded in held]))
 
 
 def _mask(call: Call, masks: list[Any]) -> Any:

@@ -64,8 +64,8 @@ def reversible_rules(call: Call) -> tuple[ShardingRule, ...]:
 def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
     layer, (value,) = call.operation, call.inputs
     sizes = layer.embeddings.value.sizes
-    given = placed.whole(value)
-    numbers = given.flat_values if isinstance(given, tf.RaggedTensor) else given
+    indices = placed.whole(value)
+    numbers = indices.flat_values if isinstance(indices, tf.RaggedTensor) else indices
     with tf.device(placed.devices[0]):
         if numbers.dtype not in (tf.int32, tf.int64):
             numbers = tf.cast(numbers, tf.int32)
@@ -85,8 +85,8 @@ def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
     if by_rows:
         total = sharded_values.added(outputs, placed.devices)
         with tf.device(placed.devices[0]):
-            return keras_model.with_mask(_in_rows_of(given, total), mask)
-    return ShardedValue(tuple(_in_rows_of(given, output) for output in outputs), -1, mask)
+            return keras_model.with_mask(_in_rows_of(indices, total), mask)
+    return ShardedValue(tuple(_in_rows_of(indices, output) for output in outputs), -1, mask)
 
 
 def _in_rows_of(numbers: Any, embedded: tf.Tensor) -> Any:
@@ -120,9 +120,9 @@ def _run_reverse(placed: Placed, call: Call, training: bool) -> ShardedValue:
 
     outputs = []
     for shard, device in enumerate(placed.devices):
-        given, kernel = placed.on(value, shard), weight_shard(variable, shard, device, layer.compute_dtype)
+        tensor, kernel = placed.on(value, shard), weight_shard(variable, shard, device, layer.compute_dtype)
         with tf.device(device):
-            outputs.append(_scores(layer, tf.cast(given, layer.compute_dtype), kernel))
+            outputs.append(_scores(layer, tf.cast(tensor, layer.compute_dtype), kernel))
     return ShardedValue(tuple(outputs), -1)
 
 

@@ -158,13 +158,13 @@ def plan(
         >>> plan([offer], {"kernel": Weight("dense/kernel", (4, 8), 128)}, 2).values["y"].sizes
         (4, 4)
     """
-    kept: dict[Hashable, str] = {key: one.whole_because for key, one in weights.items() if one.whole_because}
+    kept: dict[Hashable, str] = {key: weight.whole_because for key, weight in weights.items() if weight.whole_because}
     while True:
         search = _Search(offers, weights, num_shards, wanted, kept)
-        found = search.run()
+        sharding = search.run()
         conflicts = search.conflicts
         if not conflicts:
-            return found
+            return sharding
         kept |= conflicts
 
 
@@ -181,8 +181,8 @@ class _Search:
     ) -> None:
         self._offers, self._weights, self._num_shards = offers, weights, num_shards
         self._wanted, self._kept = wanted, kept
-        self._least_bytes = SMALLEST_PART * sum(one.num_bytes for one in weights.values())
-        self._least_work = SMALLEST_PART * sum(self._num_bytes(one.weights) * one.num_positions for one in offers)
+        self._least_bytes = SMALLEST_PART * sum(weight.num_bytes for weight in weights.values())
+        self._least_work = SMALLEST_PART * sum(self._num_bytes(offer.weights) * offer.num_positions for offer in offers)
         self._shardings: dict[Hashable, Sharding] = {}
         self._values: dict[Hashable, Sharding] = {}
         self._read_whole: dict[Hashable, str] = {}
@@ -230,15 +230,15 @@ class _Search:
 
     def _sizes(self, rule: ShardingRule, offer: Offer) -> tuple[int, ...] | None:
         """Return the units of each shard, or None if the rule does not fit the inputs."""
-        given = [self._values.get(value) for value in offer.inputs]
+        shardings = [self._values.get(value) for value in offer.inputs]
         if rule.takes is None:
             return even_sizes(rule.size or 0, self._num_shards)
-        first = given[0] if given else None
+        first = shardings[0] if shardings else None
         if first is None:
             # The user's rules may ask for rows after a whole value, which is then split.
             is_asked = any((self._wanted or {}).get(key) is not None for key in rule.cuts)
-            return even_sizes(rule.size, self._num_shards) if is_asked and rule.size and not any(given) else None
-        if any(one != first for one in given) or first.axis != rule.takes:
+            return even_sizes(rule.size, self._num_shards) if is_asked and rule.size and not any(shardings) else None
+        if any(sharding != first for sharding in shardings) or first.axis != rule.takes:
             return None
         return first.sizes if rule.size in (None, sum(first.sizes)) else None
 
@@ -267,8 +267,8 @@ class _Search:
         for key in offer.weights:
             cut, axis = rule.cuts.get(key), wanted.get(key)
             if axis is not None and (cut is None or cut.axis != axis):
-                found = "stay whole" if cut is None else f"be sharded at axis {cut.axis}"
-                return f"by {rule.name}, {self._weights[key].path!r} would {found}"
+                outcome = "stay whole" if cut is None else f"be sharded at axis {cut.axis}"
+                return f"by {rule.name}, {self._weights[key].path!r} would {outcome}"
             if cut is not None and key in wanted and axis is None:
                 return f"by {rule.name}, {self._weights[key].path!r} would be sharded too, and its rule keeps it whole"
         return ""

@@ -64,10 +64,10 @@ def sharding_of(
     Raises:
         ValueError: If a rule does not fit the model.
     """
-    weights: dict[Hashable, Weight] = {
-        id(one): Weight(one.path, tuple(one.shape), num_bytes(one), _whole_because(one) or whole.get(id(one), ""))
-        for one in model.variables
-    }
+    weights: dict[Hashable, Weight] = {}
+    for variable in model.variables:
+        reason = _whole_because(variable) or whole.get(id(variable), "")
+        weights[id(variable)] = Weight(variable.path, tuple(variable.shape), num_bytes(variable), reason)
     wanted = None if user_rules is None else axes_by_rules(user_rules, weights)
     if wanted is not None and calls is not None:
         elsewhere = _read_by(graph.calls) - _read_by(calls)

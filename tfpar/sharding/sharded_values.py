@@ -70,7 +70,7 @@ def gathered(shards: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> 
     """
     home = devices[0]
     with tf.device(home):
-        whole = tf.concat([sent(one, device, home) for one, device in zip(shards, devices, strict=True)], axis)
+        whole = tf.concat([sent(shard, device, home) for shard, device in zip(shards, devices, strict=True)], axis)
     return whole if axis != -1 else gathered_classes.note_shards(whole, ClassShards(shards, devices))
 
 
@@ -83,8 +83,8 @@ def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
     """
     home = devices[0]
     total = partial[0]
-    for one, device in zip(partial[1:], devices[1:], strict=True):
-        arrived = sent(one, device, home)
+    for result, device in zip(partial[1:], devices[1:], strict=True):
+        arrived = sent(result, device, home)
         with tf.device(home):
             total = total + arrived
     return total

@@ -124,31 +124,31 @@ def shard_stages(
         ValueError: If a rule does not fit the model, or its stages.
     """
     whole = _whole(model, graph, stages)
-    found = {}
+    sharded = {}
     for stage, first in zip(stages, devices[0], strict=True):
         sharding = sharding_of(model, graph, len(groups[first]), user_rules, stage.calls, whole)
-        found[stage.index] = sharding, ShardedStage(stage.calls, stage.outputs, sharding.rules, groups[first])
+        sharded[stage.index] = sharding, ShardedStage(stage.calls, stage.outputs, sharding.rules, groups[first])
     home_of = homes(model, owner_of(stages, model.variables), len(devices))
 
     def devices_of(variable: Any) -> list[str]:
         replica, stage = home_of[id(variable)]
         return list(map(keras_variables.full_name, groups[devices[replica][stage]]))
 
-    shardings = {key: cut for sharding, _ in found.values() for key, cut in sharding.weights.items()}
-    reasons = {name: why for sharding, _ in found.values() for name, why in sharding.whole.items()}
+    shardings = {key: cut for sharding, _ in sharded.values() for key, cut in sharding.weights.items()}
+    reasons = {name: why for sharding, _ in sharded.values() for name, why in sharding.whole.items()}
     if warns and not shardings:
         warn_of_nothing(model, reasons)
     elif warns and user_rules is None:
         warn_of_whole(model, graph.calls, shardings, reasons)
     place_weights(model, devices_of, shardings)
-    return found
+    return sharded
 
 
 def _whole(model: keras.Model, graph: Graph, stages: Sequence[Stage]) -> dict[int, str]:
     """Return why some variables must stay whole, by the variable's `id`."""
-    found = {
-        id(one): "its regularizer is not a sum over its elements"
-        for one in model.variables
-        if one.regularizer is not None and type(one.regularizer) not in _SUMS
+    reasons = {
+        id(variable): "its regularizer is not a sum over its elements"
+        for variable in model.variables
+        if variable.regularizer is not None and type(variable.regularizer) not in _SUMS
     }
-    return found | {key: "several stages read it" for key, users in users_of(stages).items() if len(users) > 1}
+    return reasons | {key: "several stages read it" for key, users in users_of(stages).items() if len(users) > 1}

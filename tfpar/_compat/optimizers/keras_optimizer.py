@@ -53,7 +53,8 @@ def one_device_optimizer() -> Iterator[None]:
             if keras_weight_keys.is_excluded(optimizer, variable) or not optimizer._use_weight_decay(memory):
                 continue
             with scalars.shared(memory.device):
-                rate, decay = (tf.cast(one, memory.dtype) for one in (optimizer.learning_rate, optimizer.weight_decay))
+                rate = tf.cast(optimizer.learning_rate, memory.dtype)
+                decay = tf.cast(optimizer.weight_decay, memory.dtype)
                 memory.assign_sub(memory * decay * rate)
 
     names = (
@@ -138,8 +139,8 @@ def slots_per_weight(optimizer: keras.Optimizer | None, weights: Sequence[keras.
     if optimizer is None:
         return 0
     innermost = keras_variables.innermost(optimizer)
-    found = {id(one): one for one in (optimizer_of_weight(innermost, weight) for weight in weights)}
-    return max(map(_num_slots, found.values()), default=0)
+    optimizers = {id(inner): inner for inner in (optimizer_of_weight(innermost, weight) for weight in weights)}
+    return max(map(_num_slots, optimizers.values()), default=0)
 
 
 def _num_slots(optimizer: keras.Optimizer) -> int:

@@ -53,7 +53,7 @@ def _without_slots(value: Any) -> Any:
     if isinstance(value, keras.Optimizer):
         return unbuilt_copy(value)
     if isinstance(value, list):
-        return [_without_slots(one) for one in value if not isinstance(one, keras.Variable)]
+        return [_without_slots(item) for item in value if not isinstance(item, keras.Variable)]
     if isinstance(value, dict):
-        return {key: _without_slots(one) for key, one in value.items() if not isinstance(one, keras.Variable)}
+        return {key: _without_slots(item) for key, item in value.items() if not isinstance(item, keras.Variable)}
     return value

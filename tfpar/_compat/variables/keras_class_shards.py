@@ -26,8 +26,8 @@ def logits_of(output: tf.Tensor, from_logits: bool, is_sparse: bool) -> tuple[tf
         is_sparse: Whether the labels are class indices.
     """
     name = "sparse_categorical_crossentropy" if is_sparse else "categorical_crossentropy"
-    found: tuple[tf.Tensor, bool] = nn._get_logits(output, from_logits, "Softmax", name)
-    return found
+    logits: tuple[tf.Tensor, bool] = nn._get_logits(output, from_logits, "Softmax", name)
+    return logits
 
 
 @contextlib.contextmanager

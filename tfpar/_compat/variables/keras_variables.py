@@ -28,9 +28,9 @@ def state(model: keras.Model) -> list[Any]:
     held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
     compiled = versions.private(model, "_compile_metrics")
     if compiled is not None:
-        given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
-        held += [metric for metric in given if isinstance(metric, keras.Metric)]
-    groups = [model.variables, *(one.variables for one in (*model.metrics, *held, *_optimizers(model)))]
+        user_metrics = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+        held += [metric for metric in user_metrics if isinstance(metric, keras.Metric)]
+    groups = [model.variables, *(owner.variables for owner in (*model.metrics, *held, *_optimizers(model)))]
     return list({id(variable): variable for group in groups for variable in group}.values())
 
 
@@ -75,15 +75,15 @@ def optimizer_of(model: keras.Model) -> Any:
 
 def _optimizers(model: keras.Model) -> list[Any]:
     """Return the optimizers of a model, including wrapped ones; a model with objectives may have several."""
-    found = [
-        one
+    optimizers = [
+        optimizer
         for value in vars(model).values()
-        for one in (
+        for optimizer in (
             value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         )
-        if isinstance(one, keras.Optimizer)
+        if isinstance(optimizer, keras.Optimizer)
     ]
-    return found + [innermost(one) for one in found if innermost(one) is not one]
+    return optimizers + [innermost(optimizer) for optimizer in optimizers if innermost(optimizer) is not optimizer]
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:

@@ -266,8 +266,8 @@ def whole_of(variable: Any) -> tuple[Any, int]:
 
 def shard_of(variable: Any) -> tuple[Any, int] | None:
     """Return the variable that a shard belongs to and the index of the shard, or None for other variables."""
-    found: tuple[Any, int] | None = getattr(variable, "_tfpar_shard", None)
-    return found
+    whole: tuple[Any, int] | None = getattr(variable, "_tfpar_shard", None)
+    return whole
 
 
 def handles_of(variable: Any) -> list[tf.Tensor]:

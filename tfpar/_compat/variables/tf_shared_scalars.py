@@ -87,22 +87,22 @@ class SharedScalars:
         devices = _devices(graph)
         if devices is None:
             return None
-        given = tuple(sorted((name, value.SerializeToString()) for name, value in (attrs or {}).items()))
-        read = tuple((id(one), self._writes.get(id(one), 0)) for one in inputs)
+        attributes = tuple(sorted((name, value.SerializeToString()) for name, value in (attrs or {}).items()))
+        read = tuple((id(tensor), self._writes.get(id(tensor), 0)) for tensor in inputs)
         after = frozenset(map(id, graph._current_control_dependencies()))
         overridden = tuple(graph._gradient_override_map.items())
-        return id(graph), place, devices, after, op_type, read, given, overridden
+        return id(graph), place, devices, after, op_type, read, attributes, overridden
 
     def _note_writes(self, inputs: Any) -> None:
         """Record that an operation may change the variables whose handles it takes."""
-        for one in inputs:
-            if one.dtype != tf.resource:
+        for tensor in inputs:
+            if tensor.dtype != tf.resource:
                 continue
-            if isinstance(one, tf.__internal__.EagerTensor):  # a graph knows a variable by a tensor of its own
+            if isinstance(tensor, tf.__internal__.EagerTensor):  # a graph knows a variable by a tensor of its own
                 self._found.clear()
             else:
-                self._writes[id(one)] = self._writes.get(id(one), 0) + 1
-                self._held.append(one)
+                self._writes[id(tensor)] = self._writes.get(id(tensor), 0) + 1
+                self._held.append(tensor)
 
 
 def _is_stateless(op_type: str) -> bool:
@@ -126,7 +126,7 @@ def _is_scalar_variable(handle: Any) -> bool:
 
 def _devices(graph: Any) -> tuple[Any, ...] | None:
     """Return the device names and functions of the current scopes, or None inside a colocation scope."""
-    if any(one is not None for one in graph._colocation_stack.peek_objs()):
+    if any(scope is not None for scope in graph._colocation_stack.peek_objs()):
         return None
     specs = graph._device_function_stack.peek_objs()
-    return tuple(one.display_name if one.fast_string_merge else one.function for one in specs)
+    return tuple(spec.display_name if spec.fast_string_merge else spec.function for spec in specs)

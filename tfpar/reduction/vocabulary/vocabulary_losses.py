@@ -161,7 +161,7 @@ def _losses(
     indices = range(len(rows.tensors))
     pairs = [rows.at(index, functools.partial(_maximum_of, backward, index)) for index in indices]
     with tf.device(rows.devices[0]):
-        maximum = tf.stop_gradient(_maximum([one for one, _ in pairs]))
+        maximum = tf.stop_gradient(_maximum([largest for largest, _ in pairs]))
     targets, sums = [], []
     for index in indices:
         with tf.device(rows.devices[index]):
@@ -190,20 +190,20 @@ def _maximum_of(
         maximum = tf.reduce_max(shard, -1)
         return (maximum, tf.zeros_like(maximum)), lambda _, upstream: backward(index, upstream)
 
-    found: tuple[tf.Tensor, tf.Tensor] = function(shard)
-    return found
+    maximum_and_zeros: tuple[tf.Tensor, tf.Tensor] = function(shard)
+    return maximum_and_zeros
 
 
-def _maximum(found: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.reduce_max(tf.stack(found), 0)
+def _maximum(maxima: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.reduce_max(tf.stack(maxima), 0)
 
 
 def _over_shards(
     shards: ClassShards, function: Callable[[tf.Tensor], tf.Tensor], join: Callable[[Sequence[tf.Tensor]], tf.Tensor]
 ) -> tf.Tensor:
-    found = shards.map(function).tensors
+    results = shards.map(function).tensors
     with tf.device(shards.devices[0]):
-        return join(found)
+        return join(results)
 
 
 def columns_in(shards: ClassShards, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -254,8 +254,8 @@ def at_columns(shard: tf.Tensor, columns: tf.Tensor, is_inside: tf.Tensor) -> tf
         columns: The column of each row, `[positions]`.
         is_inside: Whether the row has a column, bool `[positions]`.
     """
-    found = tf.gather_nd(shard, _entries(columns))
-    return tf.where(is_inside, found, tf.zeros_like(found))
+    values = tf.gather_nd(shard, _entries(columns))
+    return tf.where(is_inside, values, tf.zeros_like(values))
 
 
 def _in_vocabulary(classes: tf.Tensor, num_classes: int, dtype: Any, device: str) -> tf.Tensor:

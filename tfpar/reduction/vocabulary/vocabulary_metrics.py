@@ -23,8 +23,8 @@ def argmax(values: ClassShards, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Te
     with tf.device(values.devices[0]):
         best = find(tf.stack([largest for _, largest in pairs], -1))
         classes = tf.stack([column + offset for (column, _), offset in zip(pairs, offsets, strict=True)], -1)
-        found = tf.gather(classes, best, axis=-1, batch_dims=1)
-        return tf.ensure_shape(tf.reshape(found, tf.shape(values.tensors[0])[:-1]), values.tensors[0].shape[:-1])
+        winners = tf.gather(classes, best, axis=-1, batch_dims=1)
+        return tf.ensure_shape(tf.reshape(winners, tf.shape(values.tensors[0])[:-1]), values.tensors[0].shape[:-1])
 
 
 def _largest(shard: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
