@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar._compat import tf_determinism
 from tfpar._compat.models import keras_model
-from tfpar._compat.variables import keras_variables, tf_memory_elsewhere
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.job import Job
 from tfpar.messages import user_warnings
 from tfpar.messages.received import excerpt
@@ -112,7 +112,7 @@ class Fallback:
             for variable in keras_variables.state(model)
             if id(variable) not in updated
             and keras_variables.is_allocated(variable)
-            and not tf_memory_elsewhere.is_elsewhere(variable)
+            and not sharded_memory.is_remote(variable)
         ]
 
     def leave_xla(self) -> None:

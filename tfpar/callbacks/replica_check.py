@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.sharded_memory import is_remote
 
 
 class ReplicaCheck(keras.callbacks.Callback):
@@ -49,7 +49,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     def _check(self) -> None:
         strategy = self.model.distribute_strategy
         for variable in [*self.model.weights, *self.model.optimizer.variables]:
-            if is_elsewhere(variable):
+            if is_remote(variable):
                 continue
             first, *others = (np.asarray(copy) for copy in strategy.experimental_local_results(variable.value))
             for replica, other in enumerate(others, start=1):

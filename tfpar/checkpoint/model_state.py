@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.optimizers import keras_sharded_slots
-from tfpar._compat.variables import tf_memory_elsewhere
+from tfpar._compat.variables import sharded_memory
 from tfpar.checkpoint import file_format, host_copies
 from tfpar.checkpoint.model_differences import refusal
 from tfpar.checkpoint.remote_arrays import RemoteArray
@@ -99,7 +99,7 @@ def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dic
 
 def _array(variable: Any) -> np.ndarray:
     """Return a copy of a variable, or the array collected for it from another process."""
-    lent = tf_memory_elsewhere.lent_array(variable)
+    lent = sharded_memory.lent_array(variable)
     return storable(np.asarray(variable.numpy() if lent is None else lent))
 
 

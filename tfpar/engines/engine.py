@@ -136,7 +136,7 @@ class Engine(abc.ABC):
 
     def _holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is allocated on the devices of this strategy."""
-        return keras_variables.home_of(variable) is self.home and not sharded_memory.is_divided(variable)
+        return keras_variables.home_of(variable) is self.home and not sharded_memory.is_sharded(variable)
 
     def move_model(self, model: keras.Model) -> None:
         """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.

@@ -80,6 +80,12 @@ class OneDevice(SingleReplica):
         with keras_optimizer.one_device_optimizer():
             keras_optimizer.apply(model.optimizer, gradients, model.trainable_variables)
 
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
+        with keras_optimizer.one_device_optimizer():
+            for optimizer, variables in objective.updates_of(model):
+                optimizer.finalize_variable_values(variables)
+
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
         with self.creation_scope():

@@ -6,10 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat.optimizers import keras_optimizer
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.engine import Engine
-from tfpar.reduction import objective
 
 
 class SingleReplica(Engine):
@@ -26,9 +24,3 @@ class SingleReplica(Engine):
 
     def end_call(self, model: keras.Model) -> None:
         """Do nothing: every step is complete."""
-
-    def finalize_weights(self, model: keras.Model) -> None:
-        """Overwrite the weights with their moving average, if the optimizer has one."""
-        with keras_optimizer.one_device_optimizer():
-            for optimizer, variables in objective.updates_of(model):
-                optimizer.finalize_variable_values(variables)

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import host_sizes
-from tfpar._compat.optimizers import keras_slot_memory
+from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import tf_variables
 from tfpar.kernels import row_updates
 
@@ -74,7 +74,7 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
     kernel = find(optimizer, variable.dtype)
     if kernel is None or not _suits(kernel, variable.dtype):
         return False
-    handles = keras_slot_memory.handles(optimizer, variable, list(kernel.slots.values()))
+    handles = keras_optimizer.resource_handles(optimizer, variable, list(kernel.slots.values()))
     if handles is None:
         return False
     run, gradient = kernel.run, tf.cast(gradient, variable.dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -11,36 +12,42 @@ import tensorflow as tf
 
 from tfpar._compat.graphs import tf_graph, tf_tapes
 from tfpar._compat.optimizers import keras_optimizer
-from tfpar._compat.variables import keras_variables, keras_weight_placement
-from tfpar.placement.owners import Placement
+from tfpar._compat.variables import keras_variables, keras_weight_placement, sharded_memory
 
 _MANY = 2**62
 
 
-def place_weights(model: keras.Model, placements: Mapping[int, Placement], devices: Sequence[Sequence[str]]) -> None:
-    """Move every weight and its optimizer state to the device of its owner and stage.
+def place_weights(
+    model: keras.Model,
+    devices_of: Callable[[Any], Sequence[str]],
+    sharded: Mapping[Any, tuple[int, Sequence[int]]] = MappingProxyType({}),
+) -> None:
+    """Place sharded weights on the devices of their shards, and each other weight on its device.
 
     A weight without memory is allocated there, so that a model can be larger than any single device.
 
     Args:
         model: A model with built layers.
-        placements: The placement of each variable, by variable `id`.
-        devices: The device of each stage, for each replica.
+        devices_of: Returns the devices of the shards of a variable, by their full names; a variable that is not sharded
+            is placed on the first.
+        sharded: The axis of each sharded weight and the sizes of its shards, by the weight's `id`.
 
     Example:
         >>> layer = keras.layers.Dense(4)
         >>> model = keras.Sequential([keras.Input((4,)), layer])
-        >>> place_weights(model, {id(weight): Placement(0, 1) for weight in model.variables}, [["CPU:0", "CPU:1"]])
+        >>> place_weights(model, lambda weight: ["CPU:1"])
         >>> layer.kernel.value.device[-5:]
         'CPU:1'
     """
-    moved = []
+    moves = keras_variables.num_moves(model.variables)
     for variable in model.variables:
-        replica, stage = placements[id(variable)]
-        moved.append(keras_weight_placement.place(variable, devices[replica][stage]))
+        if id(variable) in sharded:
+            sharded_memory.place_shards(variable, *sharded[id(variable)], devices_of(variable))
+        else:
+            keras_weight_placement.place(variable, devices_of(variable)[0])
     optimizer = keras_variables.optimizer_of(model)
-    if any(moved) and optimizer is not None and optimizer.built:
-        keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
+    if keras_variables.num_moves(model.variables) != moves and optimizer is not None and optimizer.built:
+        keras_optimizer.move_slots(optimizer)
 
 
 @contextlib.contextmanager

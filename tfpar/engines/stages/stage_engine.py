@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +13,12 @@ import tensorflow as tf
 from tfpar import data, process_lock
 from tfpar._compat.graphs import tf_function
 from tfpar._compat.models import keras_model
-from tfpar._compat.optimizers import keras_divided_optimizer
+from tfpar._compat.optimizers import keras_sharded_updates
 from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import keras_variables, keras_weight_placement
+from tfpar.engines.optimizer_shards import LocalCommunicator, OptimizerShards
 from tfpar.engines.preview import Preview
+from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.single_replica import SingleReplica
 from tfpar.engines.stages.shards_preview import shards_preview
 from tfpar.engines.stages.stage_planner import StagePlanner
@@ -30,13 +33,12 @@ from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
 from tfpar.pipeline.execution.other_workers import BatchSizes, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
-from tfpar.pipeline.execution.steps import Apply, PipelineSteps
+from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
 from tfpar.reduction.verdict import Verdict
-from tfpar.sharding import updates
 from tfpar.sharding.rules import Rules
 from tfpar.sharding.stages import groups_of
 from tfpar.sharding.whole_layers import lines_of
@@ -70,7 +72,7 @@ class Settings(NamedTuple):
     has_schedule: bool = True
 
 
-class StageEngine(SingleReplica):
+class StageEngine(ShardsState, SingleReplica):
     """The steps of a model in stages, on one replica of a pipeline or several.
 
     Args:
@@ -82,8 +84,10 @@ class StageEngine(SingleReplica):
         job: The workers; None for this process alone.
         shards_weights: Whether the weights are divided over the devices, each with all stages of a replica.
         misfit: Why the workers cannot share the stages, though replicas of them might; None if they can.
+        shards: The owners of the weights among the workers; None if each worker updates all of them.
     """
 
+    _shards: OptimizerShards
     compiles_with_xla = False
     cuts_model = True
 
@@ -98,6 +102,7 @@ class StageEngine(SingleReplica):
         job: Job | None = None,
         shards_weights: bool = False,
         misfit: ValueError | None = None,
+        shards: OptimizerShards | None = None,
     ) -> None:
         if job is not None:
             self.job = job
@@ -121,6 +126,7 @@ class StageEngine(SingleReplica):
             groups=self._groups,
             rules=settings.layout,
         )
+        self._shards = OptimizerShards(Job(), LocalCommunicator()) if shards is None else shards
         self._steps: PerModel[PipelineSteps] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
 
@@ -140,21 +146,12 @@ class StageEngine(SingleReplica):
         return list(map(remote_devices.label, self.devices))
 
     def _holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is plain, or in pieces where stages have shards."""
+        """Return whether no strategy replicates a variable, and, without shards, whether it is whole."""
         return keras_variables.home_of(variable) is None if self._groups else super()._holds(variable)
-
-    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the slots of divided weights are created in pieces."""
-        if not self._groups:
-            return super().creating_slots(model)
-        return keras_divided_optimizer.creating_divided_slots()
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average, if the optimizer has one."""
-        if self._groups:
-            updates.finalize(model)
-        else:
-            super().finalize_weights(model)
+        self._shards.finalize(model, model.optimizer)
 
     @property
     def chooses_xla(self) -> bool:  # type: ignore[override]
@@ -201,12 +198,17 @@ class StageEngine(SingleReplica):
             self._check_inputs(model, data.present_inputs(batch))
             if training:
                 _check_no_scope(model)
-        if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
-            self._check_update(model, training)
-            self._steps[model].keep_first(batch, training)
-            return
-        self._planner.plan(model, batch)
-        self._check_update(model, training)
+        is_planned = model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model)
+        if not is_planned:
+            self._planner.plan(model, batch)
+        if training and any(sharding.weights for sharding, _ in self._planner.sharded_stages(model)):
+            _check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.settings.has_schedule}")
+        super().place(model, batch, training)
+        if not is_planned:
+            self._steps[model] = self._new_steps(model)
+        self._steps[model].keep_first(batch, training)
+
+    def _new_steps(self, model: keras.Model) -> PipelineSteps:
         schedule = self._planner.schedule_of(model)
         compiler = StepCompiler(
             self._planner.stages_of(model),
@@ -214,8 +216,12 @@ class StageEngine(SingleReplica):
             self._planner.other_stage_devices(model),
             None if self._peers is None else self.job.agree,
         )
-        self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
-        self._steps[model].keep_first(batch, training)
+        return PipelineSteps(compiler, schedule, self._peers, functools.partial(self._apply, model))
+
+    def _apply(self, model: keras.Model, gradients: Sequence[Any], weights: Sequence[Any]) -> None:
+        """Run the optimizer; of sharded weights the gradients and weights are shards."""
+        sums = [None if gradient is None else (gradient,) for gradient in gradients]
+        self._shards.apply(model, model.optimizer, weights, sums)
 
     def _check_inputs(self, model: keras.Model, present: list[bool]) -> None:
         """Refuse other optional inputs than in the first batch; divide one stage of shards again for them."""
@@ -230,20 +236,6 @@ class StageEngine(SingleReplica):
         self._present[model] = present
         self._planner.forget(model)
         self._steps.pop(model)
-
-    def _check_update(self, model: keras.Model, training: bool) -> None:
-        """Refuse an optimizer that cannot update divided weights, and divide what it has of them."""
-        if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
-            updates.check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.settings.has_schedule}")
-            updates.place_slots(model)
-
-    def _peers_of(self, model: keras.Model) -> Peers | None:
-        """Return the other workers of a job as the steps of a model need them; None for none."""
-        return self._peers
-
-    def _update_of(self, model: keras.Model) -> Apply | None:
-        """Return the function that runs the optimizer in a step; None for Keras' own on whole weights."""
-        return (lambda gradients, _: updates.apply(model, gradients)) if self._groups else None
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the schedule of a model: fewer stages for few layer calls, forward passes first for some losses."""
@@ -272,13 +264,13 @@ class StageEngine(SingleReplica):
         """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
         if not self.settings.has_schedule:
             self._prepared(model)
-            ((layout, stage),) = self._planner.divided_stages(model)
+            ((sharding, stage),) = self._planner.sharded_stages(model)
             num_examples = int(data.num_rows(batch))
-            return shards_preview(title, model, stage.calls, layout, num_examples, list(self._groups.values()))
+            return shards_preview(title, model, stage.calls, sharding, num_examples, list(self._groups.values()))
         prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
         between_workers = describe_traffic(self._planner.grids_of(model))
-        divided = self._planner.divided_stages(model)
-        lines = [line for layout, calls in divided for line in lines_of(calls.calls, layout)]
+        stages = self._planner.sharded_stages(model)
+        lines = [line for sharding, stage in stages for line in lines_of(stage.calls, sharding)]
         table = stages_table(
             prediction.rows,
             prediction.planned,
@@ -288,7 +280,7 @@ class StageEngine(SingleReplica):
             between_workers,
             self.job.num_workers,
             self.settings.num_shards,
-            ["The memory is that of all shards of a stage together.", *lines] if divided else [],
+            ["The memory is that of all shards of a stage together.", *lines] if stages else [],
         )
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
@@ -310,6 +302,7 @@ class StageEngine(SingleReplica):
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Find out how micro-batches give the losses, metrics and states of the whole batch, or refuse the model."""
+        super().study(model, batch, kind)
         training = kind == "train"
         check_parts(model, training)
         if self.batch_parts[0] == 1:
@@ -407,4 +400,23 @@ def _check_no_scope(model: keras.Model) -> None:
             "Stages and shards give layers the values of their weights, of which keras.RematScope computes no "
             f"gradients, received {layers[0].name!r} from such a scope. Build it outside of one, or train on "
             "Mirrored(); a pipeline recomputes its layers with recompute=True."
+        )
+
+
+def _check_optimizer(model: keras.Model, strategy: str) -> None:
+    """Refuse an optimizer that needs whole weights.
+
+    Args:
+        model: A compiled model with sharded weights.
+        strategy: The strategy, for the message.
+
+    Raises:
+        ValueError: If its optimizer is not known to update each element of a weight separately.
+    """
+    if not keras_sharded_updates.is_elementwise(model.optimizer):
+        name = type(keras_variables.innermost(model.optimizer)).__name__
+        raise ValueError(
+            f"{strategy} updates each shard of a weight on its own device, so the optimizer must update each "
+            f"element separately, as Adam and SGD do, received {name}. Choose such an optimizer of Keras, or train "
+            "with Mirrored(shard='optimizer'), where each weight is whole."
         )

@@ -34,7 +34,7 @@ from tfpar.placement.owners import placements
 from tfpar.placement.weight_devices import place_weights
 from tfpar.sharding.model_sharding import ModelSharding
 from tfpar.sharding.rules import Rules
-from tfpar.sharding.stages import DividedStage, Groups, divide_stages
+from tfpar.sharding.stages import Groups, ShardedStage, shard_stages
 
 
 class StagePlanner:
@@ -79,7 +79,7 @@ class StagePlanner:
     ) -> None:
         self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
         self._groups, self._rules, self._orders = groups, rules, [devices, *other_orders]
-        self._divided: PerModel[dict[int, tuple[ModelSharding, DividedStage]]] = PerModel()
+        self._sharded: PerModel[dict[int, tuple[ModelSharding, ShardedStage]]] = PerModel()
         self._grids: PerModel[list[Grid]] = PerModel()
         self._raising, self._agree, self._balance, self._recompute = raising, agree, balance, recompute
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
@@ -165,7 +165,7 @@ class StagePlanner:
                 splits_backward=self._schedule.splits_backward,
                 accumulates=self._schedule.microbatches_per_replica > 1,
                 shards_weights=self._shards_weights,
-                sharded_calls=dict(enumerate(calls for _, calls in self.divided_stages(model))),
+                sharded_calls=dict(enumerate(calls for _, calls in self.sharded_stages(model))),
                 groups=self._groups,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
@@ -207,9 +207,9 @@ class StagePlanner:
         """Return the device of each stage of each further replica."""
         return self._grids[model][0].devices[1:]
 
-    def divided_stages(self, model: keras.Model) -> list[tuple[ModelSharding, DividedStage]]:
+    def sharded_stages(self, model: keras.Model) -> list[tuple[ModelSharding, ShardedStage]]:
         """Return the layout and the layer calls of each stage; nothing for stages on one device each."""
-        return list((self._divided.get(model) or {}).values())
+        return list((self._sharded.get(model) or {}).values())
 
     def grids_of(self, model: keras.Model) -> list[Grid]:
         """Return the grid of a model, and then those of more traffic between machines."""
@@ -271,11 +271,11 @@ class StagePlanner:
         if self._groups:
             grid, groups = self._grids[model][0].devices, self._groups
             with self._raising():
-                self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
+                self._sharded[model] = shard_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
         else:
             devices, stages = self._grids[model][0].devices, variable_owners(partition.stages, model.variables)
             home_of = placements(model, stages, len(devices), shards_weights=self._shards_weights)
-            place_weights(model, home_of, devices)
+            place_weights(model, lambda variable: [devices[home_of[id(variable)].owner][home_of[id(variable)].stage]])
         self._partitions[model] = partition
         self._versions[model] = ModelVersion(model, counts_variables=bool(self._groups))
         self._stages.pop(model)

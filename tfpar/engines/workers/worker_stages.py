@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
@@ -13,7 +12,6 @@ from tfpar.cluster import tf_config
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.optimizer_shards import OptimizerShards
 from tfpar.engines.replicas.batch_parts import split_into_parts
-from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.stages.stage_engine import Settings, StageEngine
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.engines.workers import timelines
@@ -23,11 +21,10 @@ from tfpar.engines.workers.stage_sums import StageSums, place_of
 from tfpar.engines.workers.worker import Worker
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.other_workers import BatchSizes
-from tfpar.pipeline.execution.steps import Apply
 from tfpar.pipeline.schedule.simulator import Timeline
 
 
-class WorkerStages(ShardsState, Worker, StageEngine):
+class WorkerStages(Worker, StageEngine):
     """The replicas of a pipeline on one of several workers.
 
     Args:
@@ -58,31 +55,14 @@ class WorkerStages(ShardsState, Worker, StageEngine):
         chosen = self._agreed_all_reduce(all_reduce, devices)
         full_names = [device.to_string() for device in own]
         peers = StageSums(full_names, self.job.rank, self.job.num_workers, self._hosts, chosen)
+        shards = None
         if shard is not None:
             communicator = CollectiveCommunicator(
                 self.job.rank, self._hosts, lambda device: peers.group(place_of(device)), PACK_BYTES
             )
-            self._shards, self.divides_state = OptimizerShards(self.job, communicator), True
-        super().__init__(settings, schedule, devices, peers)
+            shards, self.divides_state = OptimizerShards(self.job, communicator), True
+        super().__init__(settings, schedule, devices, peers, shards=shards)
         self._planner.num_state_parts = self.job.num_workers if self.divides_state else 1
-
-    def _update_of(self, model: keras.Model) -> Apply | None:
-        if self._shards is None:
-            return super()._update_of(model)
-        shards = self._shards
-
-        def apply(gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:
-            sums = [None if gradient is None else (gradient,) for gradient in gradients]
-            shards.apply(model, model.optimizer, weights, sums)
-
-        return apply
-
-    def finalize_weights(self, model: keras.Model) -> None:
-        """Overwrite the weights with their moving average, if the optimizer has one."""
-        if self._shards is None:
-            super().finalize_weights(model)
-        else:
-            self._shards.finalize(model, model.optimizer)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Measure when each action of a step runs, on every worker; return the replicas of worker 0 first."""

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat.models import keras_metrics
-from tfpar._compat.variables.sharded_memory import lasting_pieces
+from tfpar._compat.variables.sharded_memory import shards_of
 from tfpar.placement.weight_devices import follow_data
 from tfpar.reduction.gradients.gradient_addition import plus
 
@@ -27,7 +27,7 @@ def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tenso
     """
     penalties = []
     penalized = [weight for weight in model.trainable_variables if weight.regularizer is not None]
-    for variable in [shard for weight in penalized for shard in lasting_pieces(weight)]:
+    for variable in [shard for weight in penalized for shard in shards_of(weight)]:
         with tf.device(variable.value.device), tf.GradientTape() as tape:
             weight = variable.value.read_value()
             tape.watch(weight)

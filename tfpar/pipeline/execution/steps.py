@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat.graphs import tf_function
-from tfpar._compat.optimizers import keras_optimizer
-from tfpar._compat.variables.sharded_memory import lasting_pieces
+from tfpar._compat.variables.sharded_memory import shards_of
 from tfpar.pipeline.execution.batch_execution import StepContext, replica_scope
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.other_workers import BatchSizes, Peers
@@ -40,16 +39,12 @@ class PipelineSteps:
     Args:
         compiler: Compiles the stages, the loss and the metrics of the model.
         schedule: The order of actions of a train step in this process.
-        peers: The other workers, if the job has several.
-        apply: Function of gradients and weights (or their shards) that runs the optimizer in a step. By default it
-            updates all weights in this process.
+        peers: The other workers of a job; None for none.
+        apply: Runs the optimizer on gradients and their weights, of a sharded weight on its shards.
     """
 
-    def __init__(
-        self, compiler: StepCompiler, schedule: Schedule, peers: Peers | None = None, apply: Apply | None = None
-    ) -> None:
-        self.compiler, self._peers = compiler, peers
-        self._apply = self._apply_all if apply is None else apply
+    def __init__(self, compiler: StepCompiler, schedule: Schedule, peers: Peers | None, apply: Apply) -> None:
+        self.compiler, self._peers, self._apply = compiler, peers, apply
         self._schedule, self._staged = schedule, compiler.staged
         self._replica_schedule = schedule.first_replica
         self._model, self._last_device = compiler.staged.model, compiler.staged.devices[-1]
@@ -132,14 +127,10 @@ class PipelineSteps:
         # The update comes after all operations that read weights.
         with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
-            weights = [shard for weight in self._model.trainable_variables for shard in lasting_pieces(weight)]
-            if weights:  # the optimizer raises an error if there are none
+            weights = [shard for weight in self._model.trainable_variables for shard in shards_of(weight)]
+            if weights:  # without any gradient, the optimizer raises
                 self._apply([after.get(id(weight)) for weight in weights], weights)
         return loss
-
-    def _apply_all(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:
-        with keras_optimizer.one_device_optimizer():
-            keras_optimizer.apply(self._model.optimizer, gradients, weights)
 
     def evaluate_step(self, batch: Any, sizes: BatchSizes | None = None) -> tf.Tensor:
         """Add an evaluate step to the graph; return the loss, a scalar. The arguments are those of `train_step`."""

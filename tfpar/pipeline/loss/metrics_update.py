@@ -157,7 +157,7 @@ class MetricsUpdate:
         received = [spec.received(tensor, mask, self._devices) for spec, tensor, mask in sent]
         with (
             keras_losses_in_call.scalars_weighted(lambda _: fraction),
-            gathered_classes.read_in_pieces(),
+            gathered_classes.reading_shards(),
             metric_logs.not_updated(self._others),
         ):
             packed = self._staged.packed_outputs(received)

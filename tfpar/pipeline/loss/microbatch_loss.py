@@ -308,8 +308,8 @@ class MicrobatchLoss:
         trackers = [state for tracker in keras_metrics.trackers_of_losses(self.model) for state in tracker.variables]
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in trackers]
         parameters = list(zip(self.parameters, arguments.parameters, strict=True))
-        shards = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is not None]
-        whole = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is None]
+        shards = [pair for pair in parameters if sharded_memory.shard_of(pair[0]) is not None]
+        whole = [pair for pair in parameters if sharded_memory.shard_of(pair[0]) is None]
         variables = (*trackers, *self.metric_states, *self.layer_states)
         values = (*zeros, *arguments.metric_states, *arguments.layer_states)
         with (
@@ -320,7 +320,7 @@ class MicrobatchLoss:
             keras_losses_in_call.scalars_weighted(lambda _: _fraction(arguments)),
             tf_function.own_traces(),
             self._reduced(arguments.size, example_weight, arguments.num_examples, next_divisor),
-            gathered_classes.read_in_pieces(),
+            gathered_classes.reading_shards(),
         ):
             value = self._value(arguments.batch, keras.tree.pack_sequence_as(self._outputs, outputs))
             totals, metric_states, layer_states = (
@@ -406,6 +406,6 @@ def _captured_weights(model: keras.Model, function: Any) -> list[Any]:
     return [
         shard
         for variable in model.trainable_variables
-        for shard in sharded_memory.lasting_pieces(variable)
+        for shard in sharded_memory.shards_of(variable)
         if any(id(handle) in handles for handle in sharded_memory.handles_of(variable))
     ]

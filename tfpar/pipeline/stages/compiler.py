@@ -281,12 +281,12 @@ def _name(stage: Stage) -> str:
 
 def _by_role(variables: Iterable[Any], training: bool) -> StageVariables:
     """Sort variables, or their shards, into parameters and states."""
-    shards = [shard for variable in variables for shard in sharded_memory.lasting_pieces(variable)]
+    shards = [shard for variable in variables for shard in sharded_memory.shards_of(variable)]
     distinct = {id(shard): shard for shard in shards}.values()
     trained = [variable for variable in distinct if variable.trainable and training]
     others = [variable for variable in distinct if not (variable.trainable and training)]
-    untrained = [variable for variable in others if sharded_memory.piece_of(variable) is not None]
-    states = [variable for variable in others if sharded_memory.piece_of(variable) is None]
+    untrained = [variable for variable in others if sharded_memory.shard_of(variable) is not None]
+    states = [variable for variable in others if sharded_memory.shard_of(variable) is None]
     return StageVariables((*trained, *untrained), tuple(states), len(trained))
 
 

@@ -102,7 +102,7 @@ def copy_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: 
     """
     placed = []
     for variable, value in zip(variables, values, strict=True):
-        shard = sharded_memory.piece_of(variable)
+        shard = sharded_memory.shard_of(variable)
         if shard is None:
             placed.append(value)
             continue

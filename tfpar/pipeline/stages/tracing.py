@@ -150,9 +150,9 @@ class StageTracer:
         """Add the layer calls to the graph, and their outputs to `tensors`."""
         variables = self.variables
         pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
-        whole = [pair for pair in pairs if sharded_memory.piece_of(pair[0]) is None]
+        whole = [pair for pair in pairs if sharded_memory.shard_of(pair[0]) is None]
         with (
-            sharded_memory.with_values([pair for pair in pairs if sharded_memory.piece_of(pair[0]) is not None]),
+            sharded_memory.with_values([pair for pair in pairs if sharded_memory.shard_of(pair[0]) is not None]),
             tf.device(self.devices[0]),
             tf_tapes.replaced(whole, collect_losses=True) as scope,
             random_state.replica_seeds(lambda: position.number),
@@ -252,7 +252,7 @@ def _follows_from_calls(graph: Any, forward: _Forward) -> bool:
 
 def _shards(tensor: Any) -> Any:
     """Return the shards of sharded class scores; any other tensor, and probabilities, unchanged."""
-    shards = None if gathered_classes.are_probabilities(tensor) else gathered_classes.pieces_of(tensor)
+    shards = None if gathered_classes.are_probabilities(tensor) else gathered_classes.shards_of(tensor)
     return tensor if shards is None else tuple(shards.tensors)
 
 
