@@ -1,4 +1,4 @@
-"""The dataset of a loop, as its engine distributes it, and how the loop reads an element."""
+"""A dataset as an engine distributes it, and how a loop reads its elements."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ def _has_value(upcoming: tf.experimental.Optional) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """A dataset of elements for the steps of an engine. By default each element is a whole global batch.
+    """A dataset with one element per step of an engine, by default the global batch.
 
     Args:
         dataset: The elements.
-        local_batch: Takes an element, and returns the examples that this worker computes.
-        num_examples: Takes an element, and returns the size of the global batch, an int64 scalar; may communicate.
-        has_more: Takes an `Optional`, and returns whether a step follows, a boolean scalar; may communicate.
-        digest: Takes an element, and returns the `data.batch_digest` of its global batch; None for an element that no
-            other worker reads.
-        uneven_end: Whether workers may have different numbers of elements, and pad them with empty batches.
-        unknown_end: Whether no worker knows how many elements there are: all end with the first that runs out.
+        local_batch: `(element) -> examples` that this worker computes.
+        num_examples: `(element) -> size` of the global batch, an int64 scalar; may communicate.
+        has_more: `(optional) -> bool`, whether another step follows; may communicate.
+        digest: `(element) -> digest` of the global batch, from `data.batch_digest`; None if no other worker reads it.
+        uneven_end: Whether workers may have different numbers of elements, padded with empty batches.
+        unknown_end: Whether the number of elements is unknown; then all workers stop when the first runs out.
     """
 
     dataset: tf.data.Dataset

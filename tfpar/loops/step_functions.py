@@ -234,7 +234,7 @@ class StepFunctions:
     @property
     def _whole_step_in_xla(self) -> bool:
         engine = self._engine
-        return bool(self._model.jit_compile and engine.num_replicas == 1 and engine.compiles_with_xla)
+        return bool(self._model.jit_compile and engine.num_replicas == 1 and not engine.cuts_model)
 
 
 def _without_sizes(spec: Any) -> str:

@@ -1,4 +1,4 @@
-"""The preview of layers that are divided over shards: the bytes of each device, and the layers that stay whole."""
+"""The preview of a step in a single stage of shards: bytes per device, and layers that are not divided."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def shards_preview(
     title: str, model: keras.Model, calls: Sequence[Call], sharding: ModelSharding, num_examples: int,
     replicas: Sequence[Sequence[str]],
 ) -> Preview:  # fmt: skip
-    """Return the preview of a step of a model in one stage.
+    """Return the preview of a step in a single stage of shards.
 
     Args:
-        title: The first line.
+        title: First line of the preview.
         model: A model with divided weights.
-        calls: Its layer calls.
-        sharding: Their sharding.
-        num_examples: The size of a batch, of which each device of a replica computes with the part of the replica.
-        replicas: The devices of the shards of each replica.
+        calls: Layer calls of the model.
+        sharding: Sharding of the model.
+        num_examples: Size of a global batch.
+        replicas: Devices of the shards of each replica.
     """
     num_examples = -(-num_examples // len(replicas))
     rows = tuple(
@@ -41,7 +41,7 @@ def shards_preview(
 
 
 def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_examples: int) -> ReplicaRow:
-    """Return the row of a device, with the weights of its shard; those of other replicas are copied during a step."""
+    """Return the row of a device, with the weights of its shard, wherever among the replicas they are."""
     optimizer, weights = keras_variables.optimizer_of(model), _on(model.variables, same_shard)
     slots = _on(optimizer.variables if optimizer else (), [device])
     gradient_bytes = sum(map(num_bytes, _on(model.trainable_variables, same_shard)))
@@ -55,6 +55,6 @@ def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_e
 
 
 def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
-    """Return the variables, or pieces of divided ones, on some devices."""
-    pieces = [piece for variable in variables for piece in sharded_memory.pieces_of(variable)]
-    return [piece for piece in pieces if any(keras_variables.is_on(piece, device) for device in devices)]
+    """Return the whole variables and the shards of divided variables on some devices."""
+    shards = [shard for variable in variables for shard in sharded_memory.pieces_of(variable)]
+    return [shard for shard in shards if any(keras_variables.is_on(shard, device) for device in devices)]
