@@ -227,15 +227,16 @@ class Engine(abc.ABC):
         """Return the outputs, `[batch, ...]` each, for an element of the distributed dataset."""
 
     @abc.abstractmethod
-    def end_call(self, model: keras.Model) -> None:
-        """End a call of several train steps; traced after the last step, before the metrics are read."""
-
-    @abc.abstractmethod
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average after training, if the optimizer keeps one."""
 
-    def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the results of `compute_metrics` over the examples of all workers."""
+    def logs(self, model: keras.Model, training: bool) -> dict[str, tf.Tensor]:
+        """Return the results of `compute_metrics` over the examples of all workers; traced after the steps of a call.
+
+        Args:
+            model: A compiled model.
+            training: Whether the call ran train steps, of which some engines average states here.
+        """
         return metric_logs.results(model)
 
     def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:

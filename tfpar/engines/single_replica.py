@@ -24,9 +24,6 @@ class SingleReplica(Engine):
         cuts_batch = self.cuts_model or self.batch_parts[0] > 1  # a stage cuts even a single micro-batch by rows
         return Distributed(data.map_batches(dataset, data.with_equal_rows) if cuts_batch else dataset)
 
-    def end_call(self, model: keras.Model) -> None:
-        """Do nothing, as every step is complete."""
-
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average, if the optimizer keeps one."""
         with keras_optimizer.one_device_optimizer():

@@ -37,7 +37,7 @@ from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
-from tfpar.reduction import objective
+from tfpar.reduction import metric_logs, objective
 from tfpar.reduction.gradients.gradient_order import compute_early
 from tfpar.reduction.gradients.indexed_slices import Lookups, kinds_of, lookups_of
 from tfpar.reduction.gradients.row_numbers import Sources
@@ -279,10 +279,19 @@ class ReplicaEngine(ShardsState):
         (loss,) = self._run(model, on_replica, batch, training=False)
         return loss
 
-    def end_call(self, model: keras.Model) -> None:
+    def logs(self, model: keras.Model, training: bool) -> dict[str, tf.Tensor]:
+        """Average the states of the replicas after train steps, and return the results of `compute_metrics`."""
+        if training:
+            self._average(model)
+        return self._metric_results(model)
+
+    def _average(self, model: keras.Model) -> None:
         """Average the moving statistics of the replicas."""
         if self.num_replicas > 1:
             average_statistics(self._strategy, own_statistics(model))
+
+    def _metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
+        return metric_logs.results(model)
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights on every replica with their moving average, if the optimizer keeps one."""

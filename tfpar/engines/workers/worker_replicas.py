@@ -181,10 +181,10 @@ class WorkerReplicas(Worker, ReplicaEngine):
         self._averaging.after_step(model, self._strategy, self._replicas)
         return tf.constant(0.0)
 
-    def end_call(self, model: keras.Model) -> None:
+    def _average(self, model: keras.Model) -> None:
         """Average the moving statistics of the replicas; with local SGD, their weights."""
         if self._averaging is None:
-            super().end_call(model)
+            super()._average(model)
         else:
             self._averaging.end_call(model, self._strategy, self._replicas)
 
@@ -214,8 +214,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
 
         return self._runs_of(model).predict(model, batch, gather)[0]
 
-    def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the results of `compute_metrics` over the examples of all workers."""
+    def _metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
         return self._metrics.results(model)
 
     def _all_gather_states(self, states: list[np.ndarray]) -> list[np.ndarray]:
