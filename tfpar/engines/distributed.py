@@ -11,14 +11,6 @@ import tensorflow as tf
 from tfpar import data
 
 
-def _is_whole(element: Any) -> Any:
-    return element
-
-
-def _has_value(upcoming: tf.experimental.Optional) -> tf.Tensor:
-    return upcoming.has_value()
-
-
 @dataclasses.dataclass(frozen=True)
 class Distributed:
     """A dataset with one element per step of an engine, by default the global batch.
@@ -34,9 +26,9 @@ class Distributed:
     """
 
     dataset: tf.data.Dataset
-    local_batch: Callable[[Any], Any] = _is_whole
+    local_batch: Callable[[Any], Any] = lambda element: element
     num_examples: Callable[[Any], tf.Tensor] = data.num_rows
-    has_more: Callable[[tf.experimental.Optional], tf.Tensor] = _has_value
+    has_more: Callable[[tf.experimental.Optional], tf.Tensor] = lambda upcoming: upcoming.has_value()
     digest: Callable[[Any], Any] = lambda element: None
     uneven_end: bool = False
     unknown_end: bool = False

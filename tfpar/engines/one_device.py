@@ -66,13 +66,10 @@ class OneDevice(SingleReplica):
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if gradients:
-                self._apply(model, gradients)
+                with keras_optimizer.one_device_optimizer():
+                    keras_optimizer.apply(model.optimizer, gradients, model.trainable_variables)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
-
-    def _apply(self, model: keras.Model, gradients: list[Any]) -> None:
-        with keras_optimizer.one_device_optimizer():
-            keras_optimizer.apply(model.optimizer, gradients, model.trainable_variables)
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the metrics with a batch; return the loss, a scalar."""

@@ -213,7 +213,7 @@ class StageEngine(SingleReplica):
             self._planner.other_stage_devices(model),
             None if self._peers is None else self.job.agree,
         )
-        self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
+        self._steps[model] = PipelineSteps(compiler, schedule, self._peers, self._update_of(model))
         self._steps[model].keep_first(batch, training)
 
     def _check_inputs(self, model: keras.Model, present: list[bool]) -> None:
@@ -235,10 +235,6 @@ class StageEngine(SingleReplica):
         if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
             updates.check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.settings.has_schedule}")
             updates.place_slots(model)
-
-    def _peers_of(self, model: keras.Model) -> Peers | None:
-        """Return the other workers of a job for the steps of a model; None without other workers."""
-        return self._peers
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         """Return the function that updates the weights; None for Keras' own update."""
@@ -316,7 +312,8 @@ class StageEngine(SingleReplica):
                 check_state_of_stages(model, batch, kind, self.settings.words)
             return
         accepts = self.settings.allow_batch_dependent_layers
-        abilities = Abilities(self.settings.words, gathers=False, adds_states=self._adds_states, accepts_mixing=accepts)
+        adds_states = self.schedule.num_replicas > 1 or self._peers is not None  # replicas update metrics separately
+        abilities = Abilities(self.settings.words, gathers=False, adds_states=adds_states, accepts_mixing=accepts)
         with self.job.vote(), tf.device(self.devices[0]), random_state.stand_in_generator():
             if training and not accepts:
                 check_synchronized(model, self.settings.words.mixing)
@@ -345,11 +342,6 @@ class StageEngine(SingleReplica):
     def verdict(self, model: keras.Model) -> Verdict | None:
         """Return the verdict of the study for train steps."""
         return self._steps[model].compiler.losses.verdicts.get(True)
-
-    @property
-    def _adds_states(self) -> bool:
-        """Whether several replicas of the pipeline update metrics separately."""
-        return self.schedule.num_replicas > 1 or self._peers is not None
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow optimizes the large graph of a step only once."""

@@ -48,7 +48,7 @@ class StagePlanner:
         recompute: As for `Pipeline`.
         memory_limit_bytes: As for `Pipeline`.
         allow_batch_dependence: Whether batch-dependent layers are allowed.
-        raising: Returns a context that raises an error of one worker on all workers.
+        vote: Returns a context that raises an error of one worker on all workers.
         agree: Returns the chief's value of a JSON structure; None without other workers.
         other_orders: Other orders of the same devices; each model uses the order with the least traffic.
         shards_weights: Whether weights are sharded over the replicas, each of which runs all stages on one device.
@@ -69,7 +69,7 @@ class StagePlanner:
         recompute: bool,
         memory_limit_bytes: int | None,
         allow_batch_dependence: bool,
-        raising: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        vote: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         agree: Callable[[Any], Any] | None = None,
         other_orders: Sequence[Sequence[str]] = (),
         *,
@@ -81,7 +81,7 @@ class StagePlanner:
         self._groups, self._rules, self._orders = groups, rules, [devices, *other_orders]
         self._divided: PerModel[dict[int, tuple[ModelSharding, DividedStage]]] = PerModel()
         self._grids: PerModel[list[Grid]] = PerModel()
-        self._raising, self._agree, self._balance, self._recompute = raising, agree, balance, recompute
+        self._vote, self._agree, self._balance, self._recompute = vote, agree, balance, recompute
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
         self._schedules: PerModel[schedules.Schedule] = PerModel()
         self._partitions: PerModel[Partition] = PerModel()
@@ -128,7 +128,7 @@ class StagePlanner:
     def place_early(self, model: keras.Model) -> None:
         """Place the weights of a functional model before its first batch, without measured times."""
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
-            with self._raising(), random_state.stand_in_generator():
+            with self._vote(), random_state.stand_in_generator():
                 graph = self._trace(model)
                 balance = self._balance_of(model, graph)
                 balance = "parameters" if balance in ("time", "flops") else balance
@@ -219,7 +219,7 @@ class StagePlanner:
     def _trace_and_cut(self, model: keras.Model, batch: Any) -> None:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         size = self.microbatch_size(inputs)
-        with self._raising(), random_state.stand_in_generator():
+        with self._vote(), random_state.stand_in_generator():
             model_graph.build(model, inputs)
             with keras_losses.collect_added_losses(list):
                 graph = self._trace(model, inputs)
@@ -257,7 +257,7 @@ class StagePlanner:
         self._schedules[model] = schedule = self._fitted_schedule(model, graph, costs)
         memory = self.memory_of(model)
         cut = functools.partial(partition_model, graph, balance, schedule.num_stages, schedule.num_devices, costs, size)
-        with self._raising():
+        with self._vote():
             estimates = not self._shards_weights and not self._groups
             if memory.limit_bytes is None and estimates and self._free_bytes is not None:
                 partition = _within_free_memory(
@@ -271,7 +271,7 @@ class StagePlanner:
         self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
         if self._groups:
             grid, groups = self._grids[model][0].devices, self._groups
-            with self._raising():
+            with self._vote():
                 self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
         else:
             devices, stages = self._grids[model][0].devices, owner_of(partition.stages, model.variables)

@@ -85,7 +85,7 @@ class LaunchedSteps:
 
     def launch(self, upcoming: tf.experimental.Optional) -> Any:
         """Return the traced function `(upcoming, following)` that launches the step of an element."""
-        sizes = _sizes(upcoming.get_value())
+        sizes = [tensor.shape for tensor in _tensors(upcoming.get_value())]
         self._usual_sizes = sizes if self._usual_sizes is None else self._usual_sizes
         is_usual = sizes == self._usual_sizes
         if is_usual not in self._functions:
@@ -201,10 +201,6 @@ class LaunchedSteps:
 
 def _tensors(element: Any) -> list[tf.Tensor]:
     return [leaf for leaf in tf.nest.flatten(element) if isinstance(leaf, tf.Tensor)]
-
-
-def _sizes(element: Any) -> list[tf.TensorShape]:
-    return [tensor.shape for tensor in _tensors(element)]
 
 
 class _FiniteSteps:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfpar import host_sizes
 from tfpar.engines.steps.batches_ahead import HOST
 
 AllReduce = Literal["auto", "ring", "nccl"]
@@ -249,25 +250,21 @@ def pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
 
 
 def _tokens(device: str, implementation: Literal["ring", "nccl"], group_key: int) -> list[tf.Tensor]:
-    """Return the ordering tokens of a member, one for each concurrent message.
+    """Return the ordering tokens of a member, one per concurrent message.
 
-    A tf.function runs collectives with the same token sequentially, others concurrently. NCCL needs the same order on
-    all devices, so all groups share the tokens of a GPU: with tokens of their own, two processes could start the
-    collectives of two groups in different orders, and each wait for the other.
+    A `tf.function` runs collectives with the same token sequentially, others concurrently. NCCL needs the same order on
+    all devices, so all groups share the tokens of a GPU. Otherwise two processes could start the collectives of two
+    groups in different orders, and wait for each other forever.
 
     Args:
-        device: The device of the member.
-        implementation: The implementation of its group.
-        group_key: The number of its group.
+        device: Device of the member.
+        implementation: Implementation of the group.
+        group_key: Key of the group.
     """
     num_streams = 1 if implementation == "nccl" else NUM_STREAMS
-    if implementation == "nccl" or _is_gpu(device):
+    if implementation == "nccl" or host_sizes.is_gpu(device):
         return [_shared_token(device, stream) for stream in range(num_streams)]
     return [_token(device, f"{group_key}/{device}/{stream}") for stream in range(num_streams)]
-
-
-def _is_gpu(device: str) -> bool:
-    return bool(tf.DeviceSpec.from_string(device).device_type == "GPU")
 
 
 @functools.cache
