@@ -185,7 +185,7 @@ class Engine(abc.ABC):
         return  # the scope places them
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Study how results for parts of a batch combine to those of the whole batch, before the first step.
+        """Study how results for parts of a batch combine into those of the whole batch, before the first step.
 
         Args:
             model: A built model; compiled if `kind` is "train" or "evaluate".

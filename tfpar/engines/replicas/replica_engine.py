@@ -140,7 +140,7 @@ class ReplicaEngine(ShardsState):
         return self._runs.setdefault(model, runs)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Study how losses, metrics and states of the replicas combine to those of the whole batch."""
+        """Study how losses, metrics and states of the replicas combine into those of the whole batch."""
         super().study(model, batch, kind)
         runs = self._runs_of(model)
         runs.begin(model)

@@ -304,7 +304,7 @@ class StageEngine(SingleReplica):
         return steps
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Study how losses, metrics and states of micro-batches combine to those of the whole batch."""
+        """Study how losses, metrics and states of micro-batches combine into those of the whole batch."""
         training = kind == "train"
         check_parts(model, training)
         if self.batch_parts[0] == 1:

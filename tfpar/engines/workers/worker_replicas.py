@@ -147,7 +147,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         return Distributed(elements, local_batch, global_size, has_more, uneven_end=True)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Study how results of replicas combine to those of the whole batch, alike on all workers."""
+        """Study how results of replicas combine into those of the whole batch, alike on all workers."""
         preflight.check_eager(model, self._num_local_replicas)
         if self._averaging is not None and objective.objectives_of(model):
             raise ValueError(
