@@ -135,9 +135,7 @@ class StepFunctions:
                 return run_step(model, batch)
 
         def logs() -> dict[str, tf.Tensor]:
-            if kind == "train":
-                engine.end_call(model)
-            return engine.metric_results(model)
+            return engine.logs(model, training=kind == "train")
 
         # XLA fixes sizes by itself. Workers must trace alike, whatever the sizes of their local batches.
         fixes_sizes = engine.job.num_workers == 1 and not engine.cuts_model and not model.jit_compile
@@ -223,7 +221,7 @@ class StepFunctions:
     @property
     def _whole_step_in_xla(self) -> bool:
         engine = self._engine
-        return bool(self._model.jit_compile and engine.num_replicas == 1 and engine.compiles_with_xla)
+        return bool(self._model.jit_compile and engine.num_replicas == 1 and not engine.cuts_model)
 
 
 def _without_sizes(spec: Any) -> str:

@@ -1,4 +1,4 @@
-"""Sums over all replicas of dense gradients and of embedding rows, with the result of one device."""
+"""Sums of dense and sparse gradients over all replicas, with the results of one device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tfpar.reduction.replicas import sum_on
 
 
 class ReplicaGradients(NamedTuple):
-    """What one replica computes for an update.
+    """The gradients of one replica, before they are summed.
 
     Args:
-        values: The gradients: tensors, `tf.IndexedSlices` or None; a loss, a scalar, may follow them.
+        values: Gradients: tensors, `tf.IndexedSlices` or None; a scalar loss may follow them.
         forward: All results of the forward pass, the loss first.
-        example_weight: The weight of an example in losses, a scalar.
-        num_counted: The number of the replica's examples to count in metrics, an int scalar.
-        objective: The number of the objective, where the model has several.
-        own_sums: For some gradients, by index, a function that sums them over all replicas in another way.
+        example_weight: Weight of an example in losses, a scalar.
+        num_counted: Number of the replica's examples to count in metrics, an int scalar.
+        objective: Index of the objective; 0 for the model's loss.
+        own_sums: Functions, by index of the gradient, that sum some gradients over all replicas in another way.
     """
 
     values: Sequence[Any]
@@ -40,14 +40,14 @@ def sum_gradients(
     compression: str | None,
     owners: Sequence[int] = (),
 ) -> list[Any]:
-    """Sum gradients over all replicas; called in replica context.
+    """Sum gradients over all replicas, in replica context.
 
     Args:
-        gradients: Those of the calling replica.
-        lookups: The lookups of each gradient; None for one that is summed as a dense one.
+        gradients: Gradients of the calling replica.
+        lookups: Lookups of each gradient; None to sum it as a dense gradient.
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce.all_reduce_gradients`.
         compression: As for `tfpar.reduction.gradients.all_reduce.all_reduce_gradients`.
-        owners: For the first gradients, the replica of this process on whose device each is summed; none to all-reduce.
+        owners: Replicas of this process that each sum one of the first gradients; empty to all-reduce all gradients.
     """
     counts = gradients.example_weight, gradients.num_counted
     sent: list[Any] = []

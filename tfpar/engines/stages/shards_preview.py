@@ -19,7 +19,7 @@ def shards_preview(
     title: str, model: keras.Model, calls: Sequence[Call], sharding: ModelSharding, num_examples: int,
     replicas: Sequence[Sequence[str]],
 ) -> Preview:  # fmt: skip
-    """Return the preview of a step of a model in one stage.
+    """Return the preview of a step in a single stage of shards.
 
     Args:
         title: The first line.

@@ -1,4 +1,4 @@
-"""The steps of a model in stages: pipelines, and grids of replicas, stages and shards."""
+"""The engine of pipelines and of grids of replicas, stages and shards."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Settings(NamedTuple):
     """The settings of stages that do not depend on their devices; see `Pipeline`.
 
     Attributes:
-        strategy: What the user wrote, at the beginning of a sentence.
-        words: What the strategy advises in a refusal.
-        has_schedule: Whether stages and micro-batches overlap.
+        strategy: Name of the strategy at the beginning of a sentence.
+        words: Advice of the strategy in error messages.
+        has_schedule: Whether the computation of several stages or micro-batches is scheduled.
     """
 
     balance: Balance | Sequence[int] | Sequence[str] = "parameters"
@@ -88,7 +88,6 @@ class StageEngine(ShardsState, SingleReplica):
     """
 
     _shards: OptimizerShards
-    compiles_with_xla = False
     cuts_model = True
 
     def __init__(
@@ -109,7 +108,7 @@ class StageEngine(ShardsState, SingleReplica):
         self._misfit = misfit
         self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
-        if not any("/job:" in device for device in devices):  # a worker that is lost would not answer
+        if not any("/job:" in device for device in devices):  # a lost worker would not answer
             self.step_again = self._step_again
         self._groups = groups_of(devices, settings.num_shards)
         self._planner = StagePlanner(
@@ -131,10 +130,10 @@ class StageEngine(ShardsState, SingleReplica):
         self._present: PerModel[list[bool]] = PerModel()
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model is created; its weights are allocated with the stages.
+        """Return a context that creates a model without weights, which are allocated with the stages.
 
         Raises:
-            ValueError: If the workers cannot share the stages.
+            ValueError: If the stages do not fit the workers.
         """
         if self._misfit is not None:
             raise self._misfit
@@ -142,7 +141,7 @@ class StageEngine(ShardsState, SingleReplica):
 
     @property
     def device_names(self) -> list[str]:
-        """The devices; those of other workers with their rank."""
+        """Readable names of the devices; those of other workers include their rank."""
         return list(map(remote_devices.label, self.devices))
 
     def _holds(self, variable: keras.Variable) -> bool:
@@ -155,25 +154,25 @@ class StageEngine(ShardsState, SingleReplica):
 
     @property
     def chooses_xla(self) -> bool:  # type: ignore[override]
-        """Whether jit_compile="auto" may mean XLA, which compiles stages of one device."""
+        """Whether `jit_compile="auto"` may choose XLA, which compiles stages on one device each."""
         return not self._groups
 
     @property
     def scheduled(self) -> StageEngine | None:
-        """This engine, where micro-batches overlap."""
+        """This engine; None without a schedule."""
         return self if self.settings.has_schedule else None
 
     @property
     def batch_parts(self) -> tuple[int, str]:
-        """The number of micro-batches of a global batch, and their noun."""
+        """Number of micro-batches per global batch, and their noun."""
         return self.schedule.num_microbatches * self.job.num_workers, "micro-batch"
 
     def move_model(self, model: keras.Model) -> None:
-        """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
+        """Move a model here, and place its weights on the devices of their stages if its shapes are known.
 
         Raises:
-            ValueError: If the model cannot be cut into stages, keeps a state for each example, or has variables that
-                are no Keras variables.
+            ValueError: If the model cannot be cut into stages, keeps state per example, or has variables that are not
+                Keras variables.
         """
         super().move_model(model)
         check_parts(model, training=False)
@@ -182,17 +181,17 @@ class StageEngine(ShardsState, SingleReplica):
                 f"{self.settings.strategy} trains with the loss of compile, and {type(model).__name__} has objectives. "
                 "Train it with SingleDevice, or Mirrored or MultiWorker, also with shard='optimizer'."
             )
-        if self._planner.forget_changed(model):
+        if self._planner.drop_changed(model):
             self._steps.pop(model)
         self._planner.place_early(model)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Divide the model into stages with the first batch, and place its weights on their devices.
+        """Cut the model into stages with the first batch, and place its weights on their devices.
 
-        A model that was compiled again keeps its stages; its loss, metrics and optimizer programs are created again.
+        A model that was compiled again keeps its stages; its loss, metrics and optimizer are traced again.
 
         Raises:
-            ValueError: If the model cannot be divided, a layer is batch-dependent, or one is in a `keras.RematScope`.
+            ValueError: If the model cannot be cut, or a layer is batch-dependent or in a `keras.RematScope`.
         """
         with self.job.vote():
             self._check_inputs(model, data.present_inputs(batch))
@@ -224,7 +223,7 @@ class StageEngine(ShardsState, SingleReplica):
         self._shards.apply(model, model.optimizer, weights, sums)
 
     def _check_inputs(self, model: keras.Model, present: list[bool]) -> None:
-        """Refuse other optional inputs than in the first batch; divide one stage of shards again for them."""
+        """Refuse other optional inputs than in the first batch; a single stage of shards is planned again instead."""
         before = self._present.setdefault(model, present)
         if before == present or len(before) != len(present):
             return
@@ -234,16 +233,16 @@ class StageEngine(ShardsState, SingleReplica):
                 "places than in the first batch. Use a separate tfpar.Trainer for each kind of batch, or Mirrored."
             )
         self._present[model] = present
-        self._planner.forget(model)
+        self._planner.drop(model)
         self._steps.pop(model)
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
-        """Return the schedule of a model: fewer stages for few layer calls, forward passes first for some losses."""
+        """Return the schedule of a model, which may have fewer stages or run all forward passes first."""
         steps = self._steps.get(model)
         return self._planner.schedule_of(model) if steps is None else steps.schedule
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step; all workers must call it."""
+        """Predict the time of a step from measurements of its stages; all workers must call this."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
@@ -261,7 +260,7 @@ class StageEngine(ShardsState, SingleReplica):
             )
 
     def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
-        """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
+        """Return the measured stages and the predicted schedule; without a schedule, the bytes of each device."""
         if not self.settings.has_schedule:
             self._prepared(model)
             ((sharding, stage),) = self._planner.sharded_stages(model)
@@ -285,7 +284,7 @@ class StageEngine(ShardsState, SingleReplica):
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Run all actions of a step a few times and measure when each runs; no weight changes."""
+        """Run the actions of a step a few times and measure when each runs; no weight changes."""
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
         with process_lock.ProcessLock(), self.step_context(), self._revealed(model, batch):
@@ -310,7 +309,8 @@ class StageEngine(ShardsState, SingleReplica):
                 check_state_of_stages(model, batch, kind, self.settings.words)
             return
         accepts = self.settings.allow_batch_dependent_layers
-        abilities = Abilities(self.settings.words, gathers=False, adds_states=self._adds_states, accepts_mixing=accepts)
+        adds_states = self.schedule.num_replicas > 1 or self._peers is not None  # replicas update metrics separately
+        abilities = Abilities(self.settings.words, gathers=False, adds_states=adds_states, accepts_mixing=accepts)
         with self.job.vote(), tf.device(self.devices[0]), random_state.stand_in_generator():
             if training and not accepts:
                 check_synchronized(model, self.settings.words.mixing)
@@ -324,7 +324,7 @@ class StageEngine(ShardsState, SingleReplica):
                 user_warnings.warn(line)
 
     def _cost_of_order(self, model: keras.Model) -> str:
-        """Return a sentence about the memory of a step with its forward passes first; empty where it is the same."""
+        """Describe the memory that running all forward passes first costs; empty if it costs none."""
         before, after = (
             max(schedules.peak_activations(schedule.first_replica))
             for schedule in (self._planner.schedule_of(model), self.schedule_of(model))
@@ -337,48 +337,43 @@ class StageEngine(ShardsState, SingleReplica):
         )
 
     def verdict(self, model: keras.Model) -> Verdict | None:
-        """Return what the study of a model found for training."""
+        """Return the verdict of the study for train steps."""
         return self._steps[model].compiler.losses.verdicts.get(True)
 
-    @property
-    def _adds_states(self) -> bool:
-        """Whether replicas of the pipeline update metrics apart."""
-        return self.schedule.num_replicas > 1 or self._peers is not None
-
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
+        """Return a context in which TensorFlow optimizes the large graph of a step only once."""
         return tf_function.short_graph_optimization()
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the batch, each tensor for the devices of the stages that take it."""
+        """Return the batch, each tensor for the devices of the stages that read it."""
         return StepBatch(*self._steps[model].staged(element))
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on a batch; return the loss, a scalar."""
+        """Run one optimizer update on a batch; return the loss, a scalar."""
         self._planner.check_settings(model, training=True)
         return self._steps[model].train_step(*self._local(batch))
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Update the model's metrics from a batch; return the loss, a scalar."""
+        """Update the metrics with a batch; return the loss, a scalar."""
         self._planner.check_settings(model, training=False)
         return self._steps[model].evaluate_step(*self._local(batch))
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
-        """Return the model's outputs, `[batch, ...]` each."""
+        """Return the outputs for a batch, `[batch, ...]` each."""
         self._planner.check_settings(model, training=False)
         local, part = self._local(batch)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
         return self._steps[model].predict_step(inputs, part)
 
     def _revealed(self, model: keras.Model, batch: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context that finds the error of a measured train step, on a batch as `train_step` takes it."""
+        """Return a context that finds the error of a failed train step on a batch."""
         again = self.step_again
         if again is None or self._peers is not None:
             return contextlib.nullcontext()
         return revealed(lambda: again(model, "train", batch))
 
     def _step_again(self, model: keras.Model, kind: str, element: Any) -> None:
-        """Run the actions of a failed step of a kind, "train", "evaluate" or "predict", one after another."""
+        """Run the actions of a failed "train", "evaluate" or "predict" step one after another."""
         batch, part = self._local_alone(element)
         if kind == "predict":
             batch, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -394,12 +389,12 @@ class StageEngine(ShardsState, SingleReplica):
 
 
 def _check_no_scope(model: keras.Model) -> None:
-    """Refuse layers that compute no gradients of values that a stage gives their weights."""
+    """Refuse layers of a `keras.RematScope`, which has no gradients for values that replace weights."""
     if layers := keras_model.recomputed_layers(model):
         raise ValueError(
-            "Stages and shards give layers the values of their weights, of which keras.RematScope computes no "
-            f"gradients, received {layers[0].name!r} from such a scope. Build it outside of one, or train on "
-            "Mirrored(); a pipeline recomputes its layers with recompute=True."
+            "Stages and shards replace weights by their values, for which keras.RematScope computes no gradients, "
+            f"received {layers[0].name!r} from such a scope. Build it outside of one, or train on Mirrored(); a "
+            "pipeline recomputes its layers with recompute=True."
         )
 
 
