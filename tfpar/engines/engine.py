@@ -57,6 +57,8 @@ class Engine(abc.ABC):
     compiles_with_xla: bool = True
     # Whether jit_compile="auto" may mean XLA, which then compiles steps or passes as a whole.
     chooses_xla: bool = False
+    # Whether it runs a model's own train_step, test_step and predict_step.
+    runs_own_steps: bool = False
     # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
     divides_state: bool = False
     cuts_model: bool = False  # into stages, each with its own forward and backward pass
@@ -232,9 +234,9 @@ class Engine(abc.ABC):
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average, if the optimizer has one, after training."""
 
-    def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the logs over the examples of all workers: metric results and the entries of `compute_metrics`."""
-        return metric_logs.results(model)
+    def metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        """Return the logs of steps of a kind over the examples of all workers: metric results and other entries."""
+        return metric_logs.results(model, kind)
 
     def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
         """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this.

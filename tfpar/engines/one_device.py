@@ -13,9 +13,10 @@ from tfpar import data
 from tfpar._compat.models import keras_metrics, keras_model
 from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables
+from tfpar.engines import own_steps
 from tfpar.engines.single_replica import SingleReplica
 from tfpar.engines.steps.batches_ahead import StepBatch
-from tfpar.reduction import metric_logs, objective
+from tfpar.reduction import metric_logs, objective, own_step
 from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.losses import BatchWeights
 
@@ -28,6 +29,7 @@ class OneDevice(SingleReplica):
     """
 
     chooses_xla = True
+    runs_own_steps = True
 
     def __init__(self, device: str | None) -> None:
         self.device = device
@@ -66,6 +68,8 @@ class OneDevice(SingleReplica):
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch, or one for each objective; return the loss, a scalar."""
         with self.creation_scope():
+            if own_step.overrides(model, "train"):
+                return own_steps.run(model, "train", batch)
             if objective.objectives_of(model):
                 return _train_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -83,6 +87,8 @@ class OneDevice(SingleReplica):
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
         with self.creation_scope():
+            if own_step.overrides(model, "evaluate"):
+                return own_steps.run(model, "evaluate", batch)
             if objective.objectives_of(model):
                 return _evaluate_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -92,8 +98,10 @@ class OneDevice(SingleReplica):
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with self.creation_scope():
+            if own_step.overrides(model, "predict"):
+                return own_step.call(model, "predict", batch)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             return keras_model.call_model(model, inputs, training=False)
 
 

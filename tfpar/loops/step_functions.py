@@ -143,7 +143,7 @@ class StepFunctions:
         def logs() -> dict[str, tf.Tensor]:
             if kind == "train":
                 engine.end_call(model)
-            return engine.metric_results(model)
+            return engine.metric_results(model, kind)
 
         # XLA knows all sizes; workers must trace alike, whatever sizes their parts have.
         fixes_sizes = engine.job.num_workers == 1 and not engine.cuts_model and not model.jit_compile

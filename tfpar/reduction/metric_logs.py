@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfpar._compat.graphs import tf_function
 from tfpar._compat.models import keras_metrics, keras_model
+from tfpar.reduction import own_step
 from tfpar.reduction.objective import objectives_of
 from tfpar.reduction.verdict import Verdict
 from tfpar.xla_choice import NotCompiledError
@@ -64,13 +65,15 @@ def update_metrics(model: keras.Model, inputs: Any, targets: Any, outputs: Any, 
         _entries[model] = Entries(_specs((inputs, targets, outputs, weights)), None)
 
 
-def results(model: keras.Model) -> dict[str, Any]:
-    """Return the logs, reduced over all replicas if called in cross-replica context.
+def results(model: keras.Model, kind: str) -> dict[str, Any]:
+    """Return the logs of steps of a kind, reduced over all replicas if called in cross-replica context.
 
     Raises:
         ValueError: If replicas or micro-batches compute parts of a batch, and an entry of `compute_metrics` depends on
             its examples.
     """
+    if (of_own_step := own_step.results(model, kind)) is not None:
+        return of_own_step
     entries = _entries.get(model)
     logs: dict[str, Any]
     if entries is None:
@@ -173,9 +176,33 @@ def not_updated(metrics: Iterable[keras.Metric]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def results_noted(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.Metric]]]:
+    """Note which tensors are results of a model's metrics inside this context.
+
+    Yields:
+        Each result by its `id`, with its metric.
+    """
+    results: dict[int, tuple[Any, keras.Metric]] = {}
+
+    def noting(metric: keras.Metric) -> Any:
+        def result() -> Any:
+            value = type(metric).result(metric)
+            results[id(value)] = value, metric
+            return value
+
+        return result
+
+    with contextlib.ExitStack() as stack:
+        for metric in all_metrics(model):
+            stack.enter_context(mock.patch.dict(vars(metric), {"result": noting(metric)}))
+        yield results
+
+
 def all_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics of a model and its layers, and the metrics inside of these metrics."""
     waiting, found = [*model.metrics, *keras_metrics.own_metrics(model), keras_metrics.loss_tracker(model)], {}
+    waiting += [metric for kind in own_step.METHODS for metric in own_step.last_values(model, kind).values()]
     while waiting:
         metric = waiting.pop()
         if id(metric) not in found:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat.models import keras_metrics, keras_model
 from tfpar._compat.random_numbers import random_state
+from tfpar.reduction import own_step
 from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.losses import BatchWeights, mean_of_sums, reduce_loss
 from tfpar.reduction.restored_model import restored, unchanged
@@ -139,7 +140,7 @@ def updates_of(model: keras.Model) -> list[tuple[Any, list[keras.Variable]]]:
     """Return the optimizers of a model, each with the weights that it trains.
 
     Args:
-        model: A compiled model, with or without objectives.
+        model: A compiled model, with or without objectives, or with a `train_step` of its own that has run once.
     """
     found: dict[int, tuple[Any, dict[int, keras.Variable]]] = {}
     for objective in objectives_of(model):
@@ -147,7 +148,7 @@ def updates_of(model: keras.Model) -> list[tuple[Any, list[keras.Variable]]]:
         _, weights = found.setdefault(id(optimizer), (optimizer, {}))
         weights.update({id(weight): weight for weight in trained_by(model, objective)})
     if not found:
-        return [(model.optimizer, model.trainable_variables)]
+        return own_step.updates_of(model) or [(model.optimizer, model.trainable_variables)]
     return [(optimizer, list(weights.values())) for optimizer, weights in found.values()]
 
 

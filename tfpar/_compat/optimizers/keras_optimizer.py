@@ -17,6 +17,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfpar._compat import versions
+from tfpar._compat.optimizers import keras_own_updates
 from tfpar._compat.optimizers.keras_optimizer_copy import optimizer_of_weight, unbuilt_copy
 from tfpar._compat.variables import keras_variables, keras_weight_keys
 from tfpar._compat.variables.keras_weight_placement import place
@@ -79,7 +80,8 @@ def apply(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> N
         gradients: The gradient of each weight, None for none.
         weights: The weights, at least one.
     """
-    if type(optimizer).apply_gradients is BaseOptimizer.apply_gradients:
+    # In an own step the method has run already, on the gradients of the replica.
+    if keras_own_updates.applies() or type(optimizer).apply_gradients is BaseOptimizer.apply_gradients:
         optimizer.apply(list(gradients), list(weights))
     else:
         optimizer.apply_gradients(list(zip(gradients, weights, strict=True)))

@@ -31,7 +31,7 @@ def state(model: keras.Model) -> list[Any]:
     if compiled is not None:
         given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
         held += [metric for metric in given if isinstance(metric, keras.Metric)]
-    groups = [model.variables, *(one.variables for one in (*model.metrics, *held, *_optimizers(model)))]
+    groups = [model.variables, *(one.variables for one in (*model.metrics, *held, *optimizers(model)))]
     return list({id(variable): variable for group in groups for variable in group}.values())
 
 
@@ -74,7 +74,7 @@ def optimizer_of(model: keras.Model) -> Any:
     return getattr(model, "optimizer", None)
 
 
-def _optimizers(model: keras.Model) -> list[Any]:
+def optimizers(model: keras.Model) -> list[Any]:
     """Return the optimizers of a model, several for a model with objectives, and the optimizers that they wrap."""
     found = [
         one
@@ -200,7 +200,7 @@ def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> Non
         if isinstance(layer, keras.Model):
             versions.replace(layer, "_distribute_strategy", home)
     forget_functions(model)
-    for optimizer in _optimizers(model):
+    for optimizer in optimizers(model):
         versions.replace(optimizer, "_distribution_strategy", home or tf.distribute.get_strategy())
         find_slots(optimizer)
 
@@ -209,7 +209,7 @@ def has_lost_slots(model: keras.Model) -> bool:
     """Return whether the memory of weights was allocated again since an optimizer created their slots."""
     return any(
         optimizer._var_key(weight) not in optimizer._trainable_variables_indices
-        for optimizer in _optimizers(model)
+        for optimizer in optimizers(model)
         for weight in optimizer._trainable_variables
     )
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfpar.reduction.gradients import indexed_slices
@@ -18,18 +19,20 @@ class ReplicaGradients(NamedTuple):
 
     Args:
         values: The gradients: tensors, `tf.IndexedSlices` or None; a loss, a scalar, may follow them.
-        forward: All results of the forward pass, the loss first.
+        variables: The weights that they are gradients of.
+        forward: All results of the forward pass, the loss first; none for gradients that wait for all reads already.
         example_weight: The weight of an example in losses, a scalar.
         num_counted: The number of the replica's examples to count in metrics, an int scalar.
-        objective: The number of the objective, where the model has several.
+        number: The number of the update among those of the step.
         own_sums: For some gradients, by index, a function that sums them over all replicas in another way.
     """
 
     values: Sequence[Any]
+    variables: Sequence[keras.Variable]
     forward: Any
     example_weight: tf.Tensor
     num_counted: tf.Tensor
-    objective: int = 0
+    number: int = 0
     own_sums: Sums | None = None
 
 

@@ -47,7 +47,12 @@ def train(
         ) -> tuple[tf.Tensor, list[Any]]:
             with metrics_counted_once(model, num_counted):
                 loss, gradients = objective.loss_and_gradients(model, one, part, _counts(part, batch))
-            return loss, sum_gradients(model, ReplicaGradients(gradients, (loss,), example_weight, num_counted, number))
+            return loss, sum_gradients(
+                model,
+                ReplicaGradients(
+                    gradients, objective.trained_by(model, one), (loss,), example_weight, num_counted, number
+                ),
+            )
 
         with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)

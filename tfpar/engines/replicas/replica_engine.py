@@ -22,6 +22,7 @@ from tfpar.engines.one_device import forward, loss_and_gradients
 from tfpar.engines.replicas import objective_steps
 from tfpar.engines.replicas.batch_parts import split_into_parts
 from tfpar.engines.replicas.gradient_sums import ReplicaGradients, sum_gradients
+from tfpar.engines.replicas.own_steps import ReplicaStep
 from tfpar.engines.replicas.replica_runs import ReplicaRuns, not_compiled
 from tfpar.engines.replicas.replica_states import (
     assign_local_parts,
@@ -37,15 +38,17 @@ from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
-from tfpar.reduction import objective
+from tfpar.reduction import objective, own_step
 from tfpar.reduction.gradients.gradient_order import compute_early
 from tfpar.reduction.gradients.indexed_slices import Lookups, kinds_of, lookups_of
 from tfpar.reduction.gradients.row_numbers import Sources
 from tfpar.reduction.gradients.update_order import after_reads
+from tfpar.reduction.own_step import PartsOfStep
 from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import AllGather
 from tfpar.study.outputs import BatchDependentLayers, Words
+from tfpar.study.own_steps import study_step
 from tfpar.study.report import gathering
 from tfpar.study.study import Abilities, study
 
@@ -79,6 +82,7 @@ class ReplicaEngine(ShardsState):
     _compression: str | None = None
     # Whether the replicas of this process communicate through `merge_call` only, which fails at once if one is missing.
     _merges = False
+    runs_own_steps = True
     _all_gather: AllGather | None = None
 
     def __init__(
@@ -92,6 +96,7 @@ class ReplicaEngine(ShardsState):
         self._batch_dependent_layers = batch_dependent_layers
         self._pack_bytes = pack_bytes
         self._runs: PerModel[ReplicaRuns] = PerModel()
+        self._own_steps: PerModel[dict[str, PartsOfStep]] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
 
@@ -143,6 +148,9 @@ class ReplicaEngine(ShardsState):
         super().study(model, batch, kind)
         runs = self._runs_of(model)
         runs.begin(model)
+        if own_step.overrides(model, kind):
+            self._study_own_step(model, batch, kind)
+            return
         if self.num_replicas == 1:
             return
         if kind != "predict" and objective.objectives_of(model):
@@ -166,6 +174,18 @@ class ReplicaEngine(ShardsState):
         cost = "A loss with one value per example sends less."
         if kind != "predict" and self.job.is_chief and (line := gathering(model, agreed, "each replica", cost)):
             user_warnings.warn(line)
+
+    def _study_own_step(self, model: keras.Model, batch: Any, kind: str) -> None:
+        parts = PartsOfStep()
+        if self.num_replicas > 1:
+            with self.job.vote():
+                parts = study_step(model, kind, batch)
+            parts = PartsOfStep.of_json(self.job.agree(parts.to_json()))
+        self._own_steps.setdefault(model, {})[kind] = parts
+
+    def _run_own_step(self, model: keras.Model, kind: str, batch: Any) -> tf.Tensor:
+        step = ReplicaStep(model, kind, self._own_steps[model][kind], self._sum_gradients, self._apply)
+        return step.run(self._runs_of(model), batch)
 
     def verdict(self, model: keras.Model) -> Verdict | None:
         """Return what the study of a model found for training."""
@@ -191,6 +211,8 @@ class ReplicaEngine(ShardsState):
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""
+        if own_step.overrides(model, "train"):
+            return self._run_own_step(model, "train", batch)
         if objective.objectives_of(model):
             return objective_steps.train(
                 model, batch, self._run, self._sum_gradients, self._apply, layer_metrics_counted_once
@@ -204,7 +226,7 @@ class ReplicaEngine(ShardsState):
             with layer_metrics_counted_once(model, num_counted):
                 loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, runs.call)
             values = [*gradients, loss] if is_partial else gradients
-            computed = ReplicaGradients(values, (loss, outputs), example_weight, num_counted)
+            computed = ReplicaGradients(values, model.trainable_variables, (loss, outputs), example_weight, num_counted)
             sums = self._sum_gradients(model, computed)
             loss = sums.pop() if is_partial else loss
             update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
@@ -219,9 +241,10 @@ class ReplicaEngine(ShardsState):
         values, forward, recomputes = gradients.values, gradients.forward, keras_model.recomputes(model)
         if self.num_replicas == 1:
             return after_reads(list(values), forward, recomputes)
-        lookups = self._lookups(model, values, gradients.objective)
-        compute_early(values, forward[0])
-        owners = self._owners(model, gradients.objective)
+        lookups = self._lookups(model, gradients)
+        if forward:
+            compute_early(values, forward[0])
+        owners = self._owners(model, gradients.variables)
         with not_compiled(model):
             summed_on = owners if self._merges else ()
             sums = sum_gradients(gradients, lookups, self._pack_bytes, self._compression, summed_on)
@@ -229,22 +252,24 @@ class ReplicaEngine(ShardsState):
             return after_reads(sums, forward, recomputes)
         return after_reads(_only_owned(sums, owners), (forward, values) if recomputes else forward, False)
 
-    def _lookups(self, model: keras.Model, gradients: Sequence[Any], number: int) -> list[Lookups | None]:
-        """Return the lookups of each gradient of an objective, of which a loss after them has none."""
+    def _lookups(self, model: keras.Model, gradients: ReplicaGradients) -> list[Lookups | None]:
+        """Return the lookups of each gradient, of which a loss after them has none."""
         eager = self._runs_of(model).eager_kinds
-        sources, found = Sources(), []
-        for place, (gradient, weight) in enumerate(itertools.zip_longest(gradients, _weights(model, number))):
-            is_eager = tf.executing_eagerly()
-            kinds = (eager[number][place : place + 1] if eager else []) if is_eager else kinds_of(gradient, sources)
-            found.append(lookups_of(gradient, weight, kinds))
-        return found
+        sources, lookups = Sources(), []
+        for place, (gradient, weight) in enumerate(itertools.zip_longest(gradients.values, gradients.variables)):
+            if tf.executing_eagerly():
+                kinds = eager[gradients.number][place : place + 1] if eager else []
+            else:
+                kinds = kinds_of(gradient, sources)
+            lookups.append(lookups_of(gradient, weight, kinds))
+        return lookups
 
-    def _owners(self, model: keras.Model, number: int) -> list[int]:
-        """Return the owner of each weight of an objective; none if every replica updates all weights."""
+    def _owners(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[int]:
+        """Return the owner of each weight of an update; none if every replica updates all weights."""
         if self._shards is None:
             return []
         owners = self._shards.owners(model)
-        return [owners[id(weight)] for weight in _weights(model, number)]
+        return [owners[id(weight)] for weight in variables]
 
     def _apply(self, model: keras.Model, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on every replica, on the local copies of the variables; with shards, on their owners."""
@@ -262,6 +287,8 @@ class ReplicaEngine(ShardsState):
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
+        if own_step.overrides(model, "evaluate"):
+            return self._run_own_step(model, "evaluate", batch)
         if objective.objectives_of(model):
             return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
         call, verdict = self._runs_of(model).call, self._runs_of(model).verdict(False)
@@ -320,12 +347,6 @@ def local_batch(element: Any) -> Any:
 
 def _global_size(element: Any) -> tf.Tensor:
     return tf.cast(element[3], tf.int64)
-
-
-def _weights(model: keras.Model, number: int) -> Sequence[keras.Variable]:
-    """Return the trained weights of an objective, or of a model without objectives."""
-    objectives = objective.objectives_of(model)
-    return objective.trained_by(model, objectives[number]) if objectives else model.trainable_variables
 
 
 def _only_owned(sums: Sequence[Any], owners: Sequence[int]) -> list[Any]:

@@ -16,7 +16,7 @@ from tfpar.engines.one_device import forward_backward
 from tfpar.engines.replicas.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.engines.steps.compiled_calls import call_with_xla, groups_compiled, suits
-from tfpar.reduction import objective
+from tfpar.reduction import objective, own_step
 from tfpar.reduction.gradients import indexed_slices
 from tfpar.reduction.losses_of_parts import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
@@ -159,6 +159,30 @@ class ReplicaRuns:
             loss, *others = self._on_replicas(model, on_own_part, parts)
         return self._strategy.experimental_local_results(loss)[0], *others
 
+    def run_alone(self, model: keras.Model, on_replica: Callable[..., Any], batch: Any) -> Any:
+        """Run a function on every replica, with losses of its own examples.
+
+        Args:
+            model: The model.
+            on_replica: Takes the per-replica batch, the number of its examples to count, their share of the global
+                batch, and the weight of an example in losses.
+            batch: An element of the distributed dataset.
+
+        Returns:
+            What the function returns, for all replicas.
+        """
+        parts, num_counted, example_weight, num_examples = batch
+
+        def on_own_part(parts: Sequence[Any]) -> Any:
+            replica = local_replica_id()
+            counted_here = _of_replica(num_counted, replica)
+            _, share = _share(counted_here, num_examples)
+            return on_replica(parts[replica], counted_here, share, example_weight)
+
+        rows = self._rows(num_counted, example_weight, num_examples)
+        with self._drawing(), keras_losses.local_losses(), knowing(rows):
+            return self._on_replicas(model, on_own_part, parts)
+
     def train_locally(self, model: keras.Model, batch: Any, apply: Callable[..., None]) -> None:
         """Do one optimizer update on every replica with the gradients of its own loss.
 
@@ -197,6 +221,8 @@ class ReplicaRuns:
 
         def on_replica(parts: Sequence[Any]) -> Any:
             replica, averaged = local_replica_id(), self.averaged.get(False)
+            if own_step.overrides(model, "predict"):
+                return then(own_step.call(model, "predict", parts[replica]))
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[replica])
             outputs = self.call(model, inputs, training=False)
             if averaged:

@@ -214,9 +214,9 @@ class WorkerReplicas(Worker, ReplicaEngine):
 
         return self._runs_of(model).predict(model, batch, gather)[0]
 
-    def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the logs over the examples of all workers."""
-        return self._metrics.results(model)
+    def metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        """Return the logs of steps of a kind over the examples of all workers."""
+        return self._metrics.results(model, kind)
 
     def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
         """Return the metric states of the replicas of all workers."""
