@@ -193,10 +193,14 @@ def results_noted(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.Met
 
         return result
 
-    with contextlib.ExitStack() as stack:
-        for metric in all_metrics(model):
-            stack.enter_context(mock.patch.dict(vars(metric), {"result": noting(metric)}))
+    metrics = all_metrics(model)
+    for metric in metrics:
+        vars(metric)["result"] = noting(metric)
+    try:
         yield results
+    finally:
+        for metric in metrics:
+            del vars(metric)["result"]
 
 
 def all_metrics(model: keras.Model) -> list[keras.Metric]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
-from tfpar._compat.models import keras_model
+from tfpar._compat.models import keras_losses_in_call, keras_model
 from tfpar.per_model import PerModel
+from tfpar.reduction.sums_of_parts import sums_of
 
 Relation = Literal["equal", "mean", "sum"]
 METHODS = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}
@@ -75,6 +77,23 @@ def call(model: keras.Model, kind: str, batch: Any) -> Any:
 def _as_keras_yields(batch: Any) -> Any:
     """Return a batch as Keras gives it to a step: `(x, y, sample_weight)` without absent ones at the end."""
     return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(batch))
+
+
+def masked_loss(loss: Sequence[Any], sum_weights: Callable[[tf.Tensor], tf.Tensor], share: Any) -> Any:
+    """Return a masked loss of a part, so that the mean over the parts by their examples is that of the batch.
+
+    Its divisor is the number of examples that the mask keeps, in the whole batch.
+
+    Args:
+        loss: The arguments of Keras' reduction: values, sample weight, mask, reduction and dtype.
+        sum_weights: Returns the sum of a divisor over all parts.
+        share: The share of the part's examples in the batch.
+    """
+    sums = None if loss[3] == "sum" else sums_of(loss)
+    if sums is None:
+        return keras_losses_in_call.reduce_of_these(*loss)
+    total, weight = sums
+    return tf.math.divide_no_nan(total, sum_weights(weight) * tf.cast(share, total.dtype))
 
 
 class LastValue(keras.metrics.Metric):

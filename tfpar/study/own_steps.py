@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import keras
@@ -30,7 +30,7 @@ from tfpar.reduction.own_step import METHODS, PartsOfStep, Relation
 from tfpar.reduction.whole_batch import Recording
 from tfpar.study import relation
 from tfpar.study.observation import moving_statistics
-from tfpar.study.rows import SIZES, few_rows, parts_of
+from tfpar.study.rows import SIZES, Part, few_rows, parts_of
 
 _WAYS_OUT = (
     "Take what compares examples from tfpar.gather, write the step as tfpar.Objective, train on SingleDevice(), or let "
@@ -134,15 +134,28 @@ def _variations(model: keras.Model, state: Sequence[Any]) -> Iterator[dict[int, 
 def _whole_and_parts(
     model: keras.Model, kind: str, rows: Any, state: Sequence[Any], values: Mapping[int, tf.Tensor]
 ) -> tuple[_Run, list[_Run]]:
-    recording = Recording(replays_losses=False)
-    with recording.recording(sum(SIZES)):
+    recording, divisors = Recording(replays_losses=False), list[tf.Tensor]()
+
+    def noted(weight: tf.Tensor) -> tf.Tensor:
+        divisors.append(weight)
+        return weight
+
+    def masked(*loss: Any) -> Any:
+        return own_step.masked_loss(loss, noted, 1.0)
+
+    with recording.recording(sum(SIZES)), keras_losses.masked_losses(masked):
         whole = _run(model, kind, rows, state=state, values=values)
     gradients = [gradients for _, gradients, _ in whole.updates]
     parts = []
     for part in parts_of(rows):
-        with recording.replaying(part.start):
+        with recording.replaying(part.start), keras_losses.masked_losses(_masked_in_part(divisors, part)):
             parts.append(_run(model, kind, part.rows, state=state, values=values, replayed=gradients))
     return whole, parts
+
+
+def _masked_in_part(divisors: Sequence[tf.Tensor], part: Part) -> Callable[..., Any]:
+    remaining = iter(divisors)
+    return lambda *loss: own_step.masked_loss(loss, lambda _: next(remaining), part.size / sum(SIZES))
 
 
 @random_state.preserved_random_state()
@@ -224,6 +237,7 @@ class _Compared:
 
     def __init__(self, model: keras.Model, kind: str, state: Sequence[Any], whole: _Run, parts: Sequence[_Run]) -> None:
         self._model, self._kind, self._state, self._whole, self._parts = model, kind, state, whole, parts
+        self._largest = 0.0  # of the gradients of an update
         self._name = f"{type(model).__name__}.{METHODS[kind]}"
         if any(len(part.updates) != len(whole.updates) for part in parts):
             raise ValueError(
@@ -237,6 +251,7 @@ class _Compared:
         found = []
         for number, (_, gradients, variables) in enumerate(self._whole.updates):
             parts = [part.updates[number][1] for part in self._parts]
+            self._largest = _largest([*gradients, *(gradient for part in parts for gradient in part)])
             columns = zip(variables, gradients, *parts, strict=True)
             found.append([self._gradient(number, variable, *values) for variable, *values in columns])
         return found
@@ -245,6 +260,8 @@ class _Compared:
         if whole is None:
             return None
         values = [np.zeros(whole.shape) if part is None else part.numpy() for part in parts]
+        if _largest([whole, *parts]) <= 1e3 * np.finfo(whole.dtype.as_numpy_dtype).eps * self._largest:
+            return relation.ANY  # a sum that cancels, of which rounding remains
         relations = relation.relations(whole.numpy(), values, SIZES) & {"mean", "sum"}
         if not relations:
             count = f" of update {number + 1}" if len(self._whole.updates) > 1 else ""
@@ -287,6 +304,11 @@ class _Compared:
             f"What a step changes must be a mean or a sum over examples to run on replicas, and {what} in {self._name} "
             f"is neither for two parts of a batch{difference}, where it is up to {size:.3g}. {advice}"
         )
+
+
+def _largest(gradients: Sequence[Any]) -> float:
+    present = [gradient for gradient in gradients if gradient is not None]
+    return max((float(tf.reduce_max(tf.abs(gradient))) for gradient in present if tf.size(gradient)), default=0.0)
 
 
 def _are_alike(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:

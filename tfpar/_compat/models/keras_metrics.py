@@ -6,13 +6,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileMetrics
 
 from tfpar._compat.models.keras_model import is_of_keras, overridden, reduces_last_axis
 
 
 def inner_metrics(metric: keras.Metric) -> list[keras.Metric]:
     """Return the metrics that a metric holds: Keras 3.15 tracks those set as its attributes in `_metrics`."""
-    return list(metric._metrics)
+    return list(metric.metrics if isinstance(metric, CompileMetrics) else metric._metrics)
 
 
 def own_metrics(model: keras.Model) -> list[keras.Metric]:

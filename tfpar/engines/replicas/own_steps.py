@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfpar._compat import tf_distribute
 from tfpar._compat.graphs.tf_graph import after_all
+from tfpar._compat.models import keras_losses
 from tfpar._compat.optimizers import keras_own_updates
 from tfpar._compat.variables import keras_variables
 from tfpar.engines.replicas.gradient_sums import ReplicaGradients
@@ -38,6 +39,7 @@ class _Replica:
 
     def __init__(self, example_weight: tf.Tensor, num_counted: tf.Tensor, share: tf.Tensor) -> None:
         self.example_weight, self.num_counted = example_weight, num_counted
+        self.share = share
         self._weights = {"mean": share, "sum": tf.cast(num_counted > 0, share.dtype)}
         self.num_updates = 0
 
@@ -81,7 +83,11 @@ class ReplicaStep:
 
     def run(self, runs: ReplicaRuns, batch: Any) -> tf.Tensor:
         """Run the step on the parts of a global batch; return zero: the logs have the loss."""
-        with keras_own_updates.updates_through(self._update), tf_distribute.assigning_own_copies():
+        with (
+            keras_own_updates.updates_through(self._update),
+            keras_losses.masked_losses(self._masked_loss),
+            tf_distribute.assigning_own_copies(),
+        ):
             runs.run_alone(self._model, self._on_replica, batch)
         return tf.zeros([])
 
@@ -97,6 +103,11 @@ class ReplicaStep:
         for name, metric in own_step.last_values(self._model, self._kind).items():
             metric.update_state(replica.weighted(logs[name], relations.get(name)))
         return tf.zeros([])
+
+    def _masked_loss(self, *loss: Any) -> Any:
+        replica = self._replicas[local_replica_id()]
+        sum_weights = lambda weight: sum_without_gradient(replica.weighted(weight, "sum"))  # noqa: E731
+        return own_step.masked_loss(loss, sum_weights, replica.share)
 
     def _update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Update variables with the gradients of all replicas, in replica context."""
