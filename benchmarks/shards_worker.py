@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfpar
 from benchmarks.pipelines import examples, models
 from benchmarks.timed_fit import steps_per_second
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.sharded_memory import is_remote
 from tfpar.cluster import tf_config
 from tfpar.placement.owners import num_bytes
 
@@ -58,7 +58,7 @@ def run(
     trainer.fit(dataset, steps_per_epoch=2, verbose=0)
     process_memory.reset_peak()
     speed = steps_per_second(trainer, dataset, num_steps)
-    held = [one for one in trainer.model.optimizer.variables if not is_elsewhere(one)]
+    held = [one for one in trainer.model.optimizer.variables if not is_remote(one)]
     return {
         "steps_per_second": speed,
         "state_bytes": sum(map(num_bytes, held)),

@@ -31,7 +31,7 @@ def run(gathers: bool, counts_accuracy: bool) -> dict[str, float]:
     tfpar.use_logical_cpus(2)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if gathers:
-        gathered_classes.read_in_pieces = contextlib.nullcontext
+        gathered_classes.reading_shards = contextlib.nullcontext
 
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((None, WIDTH)), keras.layers.Dense(NUM_CLASSES)])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfpar.commands import start_up
 
-start_up.begin()  # before everything else that takes time
+start_up.begin()  # before slow imports
 
 from tfpar._compat import keras_lazy_imports, versions  # noqa: E402
 from tfpar.messages import tensorflow_log  # noqa: E402
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded on first use: `import tfpar.config` and the planning tools need no TensorFlow.
-_HOMES = {
+# The module of each public name, imported on first use: `import tfpar.config` and planning need no TensorFlow.
+_MODULES = {
     "Checkpoints": "checkpoint",
     "Hybrid": "strategies",
     "LearningRateWarmup": "callbacks",
@@ -62,7 +62,7 @@ _HOMES = {
     "predict": "drop_in",
     "use_logical_cpus": "cluster",
 }
-# `tfpar.data.by_file` needs no separate import.
+# So that `tfpar.data.by_file` needs no separate import.
 _PACKAGES = ("callbacks", "checkpoint", "config", "data", "pipeline", "strategies")
 
 __all__ = [
@@ -99,22 +99,21 @@ def _set_gpu_options() -> None:
 
 
 versions.warn_if_untested()
-# Before TensorFlow is imported: it writes while it is.
-tensorflow_log.install()
+tensorflow_log.install()  # before TensorFlow is imported, which writes messages
 keras_lazy_imports.install()
 keras_lazy_imports.after_import("tensorflow", _set_gpu_options)
 
 
-if not TYPE_CHECKING:  # a type checker would take any misspelt name for one of `Any`
+if not TYPE_CHECKING:  # a type checker would accept any misspelt name
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
             return importlib.import_module(f"tfpar.{name}")
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module 'tfpar' has no attribute {name!r}. It has: {', '.join(__all__)}.")
-        if _HOMES[name] == "strategies":
+        if _MODULES[name] == "strategies":
             importlib.import_module("tfpar.drop_in")  # gives models in a scope their methods
-        return getattr(importlib.import_module(f"tfpar.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"tfpar.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Comparable trainings: of one float type, and without what differs by design in parts of a batch."""
+"""What makes two trainings comparable: equal float types, and nothing that differs by design when batches are split."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat.models import keras_model
-from tfpar._compat.random_numbers import typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops
 from tfpar.messages.reasons import reason_of
 from tfpar.messages.received import listed
 from tfpar.strategies import Strategy
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
-# What Keras and TensorFlow raise where operands have different types, or an operation does not take float64.
-_OF_TYPES = (TypeError, ValueError, tf.errors.OpError)
+# Raised by Keras and TensorFlow if operands have different types, or an operation lacks float64.
+_TYPE_ERRORS = (TypeError, ValueError, tf.errors.OpError)
 Result = TypeVar("Result")
 
 
@@ -29,14 +29,14 @@ class Precision:
 
     Args:
         dtype: "float64" or "float32".
-        reason: Why it is not float64; empty for float64, and for float32 on request.
+        reason: Why float64 is not possible; empty for float64, and if float32 was requested.
     """
 
     dtype: str
     reason: str = ""
 
     def describe(self) -> str:
-        """Return the type, with the reason for it.
+        """Return the type and the reason for it.
 
         Example:
             >>> Precision("float32", "'head' computes in float32").describe()
@@ -51,46 +51,43 @@ FLOAT64 = Precision("float64")
 def trained(
     train: Callable[[str], tuple[keras.Model, Result]], dtype: str = "float64"
 ) -> tuple[keras.Model, Result, Precision]:
-    """Train in float64, or in float32 if the model is written for it.
+    """Train in float64, or in float32 if the model does not compute in float64.
 
     Args:
-        train: Trains a new model in a float type; returns the model and any other results.
-        dtype: "float32" trains in this type only.
+        train: Trains a new model in a float type, and returns the model and other results.
+        dtype: "float32" to train in float32 in any case.
 
     Returns:
-        The results of the training, and its type.
+        The results of `train`, and the float type.
     """
     if dtype == "float32":
         return *train(dtype), Precision(dtype)
     try:
         model, results = train("float64")
-    except _OF_TYPES as error:
+    except _TYPE_ERRORS as error:
         reason = reason_of(error)
     else:
-        reason = _layer_of_other_type(model)
+        reason = _narrow_layer(model)
         if not reason:
             return model, results, FLOAT64
     return *train("float32"), Precision("float32", reason)
 
 
-def _layer_of_other_type(model: keras.Model) -> str:
+def _narrow_layer(model: keras.Model) -> str:
     narrow = ("float32", "float16", "bfloat16")
-    types = {layer.name: layer.compute_dtype for layer in keras_model.all_layers(model)}
-    return next((f"{name!r} computes in {kind}" for name, kind in types.items() if kind in narrow), "")
+    dtypes = {layer.name: layer.compute_dtype for layer in keras_model.all_layers(model)}
+    return next((f"{name!r} computes in {dtype}" for name, dtype in dtypes.items() if dtype in narrow), "")
 
 
 @contextlib.contextmanager
 def without_differences_by_design(strategy: Strategy) -> Iterator[list[str]]:
-    """Switch off random draws and statistics of a batch inside this context, if a strategy divides batches.
+    """Switch off random ops and batch statistics in this context if a strategy splits batches.
 
-    Random layers draw fixed numbers, with which Dropout keeps every unit. BatchNormalization normalizes as in
-    inference, except synchronized on replicas, where it equals one device.
-
-    Args:
-        strategy: The strategy that is compared with one device.
+    Random ops return constants with which Dropout keeps every unit. BatchNormalization normalizes as in inference,
+    unless it is synchronized over replicas and so equals one device.
 
     Returns:
-        The names of the layers that were switched off, in a list that grows.
+        The names of the layers that were switched off, in a list that grows as the model runs.
     """
     names: list[str] = []
 
@@ -101,16 +98,16 @@ def without_differences_by_design(strategy: Strategy) -> Iterator[list[str]]:
     if strategy.engine.batch_parts[0] == 1:
         yield names
         return
-    with typical_draws.no_draws(note), _no_batch_statistics(note, of_synchronized=strategy.engine.cuts_model):
+    with fixed_random_ops.all_fixed(note), _no_batch_statistics(note, even_synchronized=strategy.engine.cuts_model):
         yield names
 
 
 @contextlib.contextmanager
-def _no_batch_statistics(note: Callable[[str], None], of_synchronized: bool) -> Iterator[None]:
+def _no_batch_statistics(note: Callable[[str], None], even_synchronized: bool) -> Iterator[None]:
     call = keras.layers.BatchNormalization.call
 
     def normalize(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        if training and layer.trainable and (of_synchronized or not layer.synchronized):
+        if training and layer.trainable and (even_synchronized or not layer.synchronized):
             note(layer.name)
             training = False
         return call(layer, inputs, training=training, mask=mask)
@@ -120,7 +117,7 @@ def _no_batch_statistics(note: Callable[[str], None], of_synchronized: bool) -> 
 
 
 def switched_off_clause(names: Sequence[str]) -> str:
-    """Return a clause about the layers that were switched off, empty for none.
+    """Return a clause about the layers that were switched off; empty if there are none.
 
     Example:
         >>> switched_off_clause(["dropout"])

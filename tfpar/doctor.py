@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
         argv: The command line without the flags that absl has parsed.
 
     Returns:
-        The exit code: 0 if all is well, 1 if something is slow, 2 if something is wrong or the flags are, 130 when
+        The exit code: 0 if all is well, 1 if something is slow, 2 if something or a flag is wrong, 130 when
         interrupted.
     """
     try:
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
         check_within("logical_cpus", _LOGICAL_CPUS.value, 1, MOST_LOGICAL_CPUS)
         check_within("num_workers", _NUM_WORKERS.value, 1, MOST_WORKERS)
         code = exit_code(reported(examine(_LOGICAL_CPUS.value, _source(), _NUM_WORKERS.value), _output()))
-        if multiprocessing.active_children():  # within a broken driver one may never end, and Python would wait for it
+        if multiprocessing.active_children():  # Python would wait for them; one that hangs in a driver never ends
             sys.stdout.flush()
             os._exit(code)
         return code
@@ -121,7 +121,7 @@ def _output() -> str:
 
 
 def _in_job(job: tf_config.JobConfig) -> int:
-    """Examine the network between the workers of a job, all of which run this command; the chief reports."""
+    """Examine the network between the workers of a job, each of which runs this command; the chief reports."""
     if _CONFIG.value or _MODEL.value or _NUM_WORKERS.value > 1:
         raise ValueError(
             "In a job of several workers the doctor examines the network between them. Leave out --config, --model and "

@@ -1,4 +1,4 @@
-"""`tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`: drop-in replacements for the methods of a built model."""
+"""`tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`: drop-in replacements for the methods of a model."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from tfpar.strategies import SingleDevice, model_scopes
 from tfpar.strategies.resolve import print_unused_devices
 from tfpar.trainer import Trainer
 
-# A model in the scope of a strategy trains by its own `fit` too.
+# So that `model.fit` of a model built in the scope of a tfpar strategy trains under it too.
 model_scopes.give_methods = functools.partial(model_methods.give_methods, make_trainer=Trainer)
 
 
 def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.History:
-    """Train a model under the strategy in whose scope it was built; replaces `model.fit(x, y, …)`.
+    """Train a model under the strategy in whose scope it was built, in place of `model.fit`.
 
-    A model of a `tfpar.Trainer` trains under the strategy of that trainer. In the scope of a tfpar strategy, a model's
-    own `fit` does the same.
+    A model that belongs to a `tfpar.Trainer` trains under that trainer's strategy.
 
     Args:
-        model: A compiled model, built in `tf.distribute.MirroredStrategy().scope()`, in the scope of a tfpar strategy,
-            or in no scope.
-        *data: As for `tfpar.Trainer.fit` and `keras.Model.fit`: a `tf.data.Dataset` batched to the global batch, or
-            arrays `[examples, ...]` with targets, and so on.
+        model: A compiled model, built in the scope of a `tf.distribute` or tfpar strategy, or in no scope.
+        *data: As for `tfpar.Trainer.fit`: a `tf.data.Dataset` batched to the global batch size, or arrays
+            `[examples, ...]` and their targets.
         **settings: As for `tfpar.Trainer.fit`.
 
     Returns:
-        The history of logs, with one entry per epoch.
+        The history, with one entry per epoch.
 
     Raises:
-        TypeError: If it is not a model, or was built under a strategy that tfpar does not support.
-        ValueError: As `tfpar.Trainer.fit`; also if the model is not compiled.
+        TypeError: If `model` is not a model, or was built under a strategy that tfpar does not support.
+        ValueError: As for `tfpar.Trainer.fit`.
 
     Example:
         >>> with tf.distribute.MirroredStrategy().scope():
@@ -56,7 +54,7 @@ def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.Hist
 
 
 def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
-    """Compute loss and metrics of a model under its strategy; replaces `model.evaluate(x, y, …)`.
+    """Return the loss and metrics of a model under its strategy, in place of `model.evaluate`.
 
     Args:
         model: A compiled model, as for `tfpar.fit`.
@@ -64,11 +62,11 @@ def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
         **settings: As for `tfpar.Trainer.evaluate`.
 
     Returns:
-        The loss, or a list or dict of the loss and the metrics.
+        The loss, or a list or dict of the loss and metrics.
 
     Raises:
-        TypeError: If it is not a model, or was built under a strategy that tfpar does not support.
-        ValueError: As `tfpar.Trainer.evaluate`; also if the model is not compiled.
+        TypeError: As for `tfpar.fit`.
+        ValueError: As for `tfpar.Trainer.evaluate`.
 
     Example:
         >>> tfpar.evaluate(model, validation, return_dict=True)
@@ -77,10 +75,10 @@ def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
 
 
 def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
-    """Return the outputs of a model, computed under its strategy; replaces `model.predict(x, …)`.
+    """Return the outputs of a model under its strategy, in place of `model.predict`.
 
     Args:
-        model: A model as for `tfpar.fit`, compiled or not; also a model of some layers of a trained model.
+        model: A model, as for `tfpar.fit`, compiled or not; it may share layers with a trained model.
         *data: As for `tfpar.Trainer.predict`.
         **settings: As for `tfpar.Trainer.predict`.
 
@@ -88,8 +86,8 @@ def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
         The outputs `[examples, ...]` as NumPy arrays, in the order of the inputs.
 
     Raises:
-        TypeError: If it is not a model, or was built under a strategy that tfpar does not support.
-        ValueError: As `tfpar.Trainer.predict`.
+        TypeError: As for `tfpar.fit`.
+        ValueError: As for `tfpar.Trainer.predict`.
 
     Example:
         >>> features = keras.Model(model.inputs, model.get_layer("features").output)
@@ -99,7 +97,7 @@ def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
 
 
 def _trainer_of(model: keras.Model, method: str, settings: Mapping[str, Any]) -> Trainer:
-    """Return the trainer of a model; all calls share one trainer and its compiled functions."""
+    """Return the trainer of a model, which all calls share with its compiled functions."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"tfpar.{method} takes a keras.Model, received {type(model).__name__}.")
     if "strategy" in settings:
@@ -108,5 +106,5 @@ def _trainer_of(model: keras.Model, method: str, settings: Mapping[str, Any]) ->
             f"Use tfpar.Trainer(model, strategy).{method}(...)."
         )
     keyword_arguments.check(getattr(Trainer, method), f"tfpar.{method}", settings)
-    trainer: Trainer = model_methods.kept_trainer(model, Trainer)
+    trainer: Trainer = model_methods.get_or_make_trainer(model, Trainer)
     return trainer

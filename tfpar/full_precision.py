@@ -1,8 +1,8 @@
-"""Products in the precision of their type while results are compared.
+"""Float32 products without TensorFloat-32, for comparisons of results.
 
-TensorFloat-32, the default for float32 on GPUs since NVIDIA's Ampere, rounds the factors of matrix products and
-convolutions to 11 significant bits, a relative error of up to 5e-4. Libraries use it for some sizes and not for others,
-so that the same example has other outputs in a larger batch.
+TensorFloat-32, the default on GPUs since NVIDIA's Ampere, rounds the operands of matrix products and convolutions to 11
+significant bits, a relative error of up to 5e-4. Libraries use it for some sizes only, so that the outputs for an
+example depend on the batch size.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 products without TensorFloat-32 inside this context, on all devices and in all threads.
+    """Compute float32 products without TensorFloat-32 in this context, on all devices and in all threads.
 
-    Sums of a GPU in another order stay: they differ by about 1e-6, and the comparisons allow 3e-4. Deterministic
-    operations instead would refuse random layers without a seed, and layers that have no deterministic kernel.
+    GPUs may still sum in another order, a relative difference of about 1e-6. Deterministic operations are not enabled,
+    as they refuse random layers without a seed and layers without a deterministic kernel.
 
     Example:
         >>> with full_precision():

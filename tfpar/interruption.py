@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: training stops after its step, with a checkpoint."""
+"""Ctrl-C and SIGTERM, after which training stops with a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DEFAULTS: dict[signal.Signals, Any] = {
 
 
 class Interruptible(Protocol):
-    """A trainer, or another object that can stop after its current step."""
+    """A trainer, or any object that can stop after its current step."""
 
     def interrupt(self) -> None:
         """Stop after the current step."""
 
 
 def unhandled() -> list[signal.Signals]:
-    """Return those of SIGINT and SIGTERM for which the program has no handler; none outside of the main thread.
+    """Return those of SIGINT and SIGTERM that the program does not handle; none outside of the main thread.
 
     Example:
         >>> signal.SIGTERM in unhandled()
@@ -44,16 +44,15 @@ def interruptible(
 ) -> Iterator[list[int]]:
     """Stop `fit` after its step, with a checkpoint, on Ctrl-C or SIGTERM; stop at once on a second Ctrl-C.
 
-    A signal to one of several workers stops all of them after the same step. SIGTERM may arrive several times: batch
-    systems and the launcher send it to every process. As all signal handlers of Python, it works in the main thread
-    only.
+    A signal to one worker stops all workers after the same step. Repeated SIGTERM is ignored, as batch systems and the
+    launcher send it to every process. The context must be entered in the main thread.
 
     Args:
-        trainer: The trainer. After the context, its attribute `interrupted` tells whether it was interrupted.
-        numbers: The signals.
+        trainer: The trainer; its attribute `interrupted` is then True.
+        numbers: The signals to handle.
 
     Returns:
-        The signals that this process has received.
+        The signals that this process receives, in a list that grows.
 
     Example:
         >>> with interruptible(trainer):
@@ -81,10 +80,10 @@ def interruptible(
 
 
 def end(signals: Collection[int]) -> NoReturn:
-    """End an interrupted `fit` whose checkpoint is written, as Python would have ended it.
+    """End an interrupted `fit` once its checkpoint is written.
 
     Args:
-        signals: The signals that this process has received; none if another worker has.
+        signals: The signals that this process has received; empty if another worker was interrupted.
 
     Raises:
         KeyboardInterrupt: After Ctrl-C.

@@ -1,9 +1,9 @@
-"""This process among the workers of its job: messages and votes outside of a step, so that all take one decision.
+"""Messages and votes between the workers of a job, outside of a step.
 
-worker 0   fine ────┐            ┌─ raises the sentence of worker 1
-worker 1   refuses ─┴─ all-reduce ┴─ raises its own
+worker 0   succeeds ─┐            ┌─ raises the error of worker 1
+worker 1   fails ────┴─ all-reduce ┴─ raises its own error
 
-Pure Python over one all-reduce of small arrays.
+Everything here is built on one all-reduce of small arrays.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ UserMessage: TypeAlias = Callable[[BaseException], str | None]
 
 
 class Job:
-    """The workers that train one model, of which this process is one. Alone, a process sends no message.
+    """The workers that train one model together; this process is one of them.
 
-    All workers must call the same methods in the same order, outside of a step.
+    All workers must call the same methods in the same order, outside of a step. A job of one worker sends no messages.
 
     Args:
-        addresses: The addresses of all workers, by rank.
-        rank: The rank of this worker; 0 is the chief, which decides and writes files.
-        all_reduce: Sums an array over all workers, elementwise; not called in a job of one worker.
-        sentence: Returns the message about an error of this worker for the others, with the help of `user_message`.
-        reported: Returns for `user_message` a context in which a failure of TensorFlow on one worker alone is an error
-            on all, with its reason; None for one worker without others.
+        addresses: Addresses of all workers, by rank.
+        rank: Rank of this worker; rank 0 is the chief, which decides for all and writes files.
+        all_reduce: Sums an array elementwise over all workers; not called in a job of one worker.
+        sentence: `(error, user_message) -> message` for the other workers about an error of this one.
+        reported: `(user_message) -> context` that raises a TensorFlow failure of one worker on all workers, with its
+            cause; None in a job of one worker.
 
     Attributes:
-        user_message: Returns a sentence for the other workers about an error of the data; None for other errors.
+        user_message: Returns the message for the other workers about an error in the data; None for other errors.
 
     Example:
         >>> job = Job()
@@ -71,19 +71,19 @@ class Job:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> np.ndarray:
-        """Return the sums of numbers over all workers, float64 `[len(values)]`."""
+        """Return the elementwise sum of `values` over all workers, a float64 array."""
         own = np.asarray(values, "float64")
         return own if self.num_workers == 1 else self._all_reduce(own)
 
     def barrier(self) -> None:
-        """Return when all workers have called this method."""
+        """Wait until all workers have called this method."""
         self.sum([0.0])
 
     def first(self, holds_here: bool) -> int | None:
-        """Return the lowest rank with a true value; None if there is none.
+        """Return the lowest rank whose condition is true; None if there is none.
 
         Args:
-            holds_here: The value of this worker.
+            holds_here: The condition on this worker.
         """
         flags = np.zeros(self.num_workers)
         flags[self.rank] = holds_here
@@ -91,13 +91,13 @@ class Job:
         return int(ranks[0]) if len(ranks) else None
 
     def broadcast(self, message: bytes | None, sender: int = 0) -> bytes:
-        """Return the message of one worker on every worker.
+        """Return the message of one worker on all workers.
 
-        It is sent in pieces, so that memory holds it once.
+        It is sent in pieces, so that memory holds only one copy.
 
         Args:
-            message: The message; ignored on the other workers.
-            sender: The rank of the worker that sends it; the chief by default.
+            message: The message; ignored on all workers but the sender.
+            sender: Rank of the sender; the chief by default.
         """
         mine = message if sender == self.rank and message is not None else b""
         if self.num_workers == 1:
@@ -116,17 +116,17 @@ class Job:
         return mine or received.getvalue()
 
     def agree(self, value: Any) -> Any:
-        """Return the chief's value of a JSON structure on every worker."""
+        """Return the chief's `value`, a JSON structure, on all workers."""
         return json.loads(self.broadcast(json.dumps(value).encode()))
 
     def require_equal(self, facts: dict[str, str]) -> None:
-        """Refuse workers that differ in a property, such as a version.
+        """Raise ValueError on all workers if they differ in a property, such as a version.
 
         Args:
-            facts: The properties as texts, by name.
+            facts: Properties as text, by name.
 
         Raises:
-            ValueError: If a worker's text differs from the chief's; on every worker, with the first different line.
+            ValueError: If a property of a worker differs from the chief's; the message has the first different line.
         """
         if self.num_workers == 1:
             return
@@ -142,18 +142,18 @@ class Job:
         )
 
     def vote(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Raise on every worker, at the end of this context, the error of the first worker that raised inside.
+        """Raise an error of one worker on all workers, at the end of this context.
 
-        It surrounds checks of a worker's own examples, and functions of the user. Without it, the other workers would
-        wait for the next message of a worker that has raised. Contexts may be nested; inside one, no message between
-        workers may follow a statement that can raise.
+        Use it around code that may fail on one worker alone: checks of its data, functions of the user. Otherwise the
+        other workers would wait forever for its next message. Contexts may be nested. Inside a context, do not
+        communicate after a statement that can raise.
 
         Args:
-            what: What runs inside, for the message on the other workers; None for the message of the error alone.
+            what: Name of the operation, for the message on the other workers; None for the error message alone.
 
         Raises:
-            ValueError: With the message of the first worker that raised; a worker that raised raises its own error.
-            OtherWorkerError: The same, after an error of the operating system that may not come again.
+            ValueError: With the message of the first worker that failed; workers that failed raise their own error.
+            OtherWorkerError: The same, after an operating system error that a new start may not meet again.
         """
         return contextlib.nullcontext() if self.num_workers == 1 else self._voting(what)
 
@@ -169,9 +169,9 @@ class Job:
         rank = self.first(own is not None)
         if rank is None:
             return
-        sent = None if own is None else json.dumps([_may_pass(own), self._message(own, what)]).encode()
-        may_pass, sentence = json.loads(self.broadcast(sent, rank))
-        raise raised_on_all_workers(own or (OtherWorkerError if may_pass else ValueError)(sentence))
+        sent = None if own is None else json.dumps([_is_transient(own), self._message(own, what)]).encode()
+        is_transient, message = json.loads(self.broadcast(sent, rank))
+        raise raised_on_all_workers(own or (OtherWorkerError if is_transient else ValueError)(message))
 
     def _message(self, error: Exception, what: str | None) -> str:
         if what is None:
@@ -180,37 +180,35 @@ class Job:
         return f"{what} failed on {worker} with {type(error).__name__}: {message_of(error)}"
 
     def reported(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a failure of TensorFlow on one worker alone is an error on all, with its reason."""
+        """Return a context that raises a TensorFlow failure of one worker on all workers, with its cause."""
         return contextlib.nullcontext() if self._reported is None else self._reported(self.user_message)
 
 
 def raised_on_all_workers(error: Exception) -> Exception:
-    """Mark an error that every worker raises at the same place, and return it.
+    """Mark an error as one that all workers raise at the same place, and return it.
 
     Args:
-        error: The error.
+        error: The error to mark.
     """
     setattr(error, _ON_ALL_WORKERS, True)
     return error
 
 
 def is_raised_on_all_workers(error: BaseException) -> bool:
-    """Return whether every worker raises an error at the same place."""
+    """Return True if all workers raise this error at the same place."""
     return getattr(error, _ON_ALL_WORKERS, False)
 
 
-def _may_pass(error: Exception) -> bool:
-    """Return whether a new start may succeed after an error."""
+def _is_transient(error: Exception) -> bool:
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
 def _differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """Return the properties in which two workers differ, each with its first different line."""
+    """Describe each property in which two workers differ by its first different line."""
     differences = []
     for name in chiefs:
         lines = itertools.zip_longest(chiefs[name].splitlines(), theirs.get(name, "").splitlines(), fillvalue="")
-        if different := next(
-            ((wanted.strip(), received.strip()) for wanted, received in lines if wanted != received), None
-        ):
-            differences.append(f"{name} ({different[1]!r:.80} instead of {different[0]!r:.80})")
+        if pair := next((pair for pair in lines if pair[0] != pair[1]), None):
+            expected, received = (line.strip() for line in pair)
+            differences.append(f"{name} ({received!r:.80} instead of {expected!r:.80})")
     return differences

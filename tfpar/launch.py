@@ -100,17 +100,17 @@ def main(argv: Sequence[str]) -> int:
         argv: The program's name, then the arguments of every worker.
 
     Returns:
-        The exit code: 0 when all ended well, 1 on an error here, else that of the worker that failed first, or
-        128 + n when signal n stopped the job: 141 (SIGPIPE) if the reader of the output is gone.
+        The exit code: 0 if all workers succeed, 1 on an error here, else that of the first worker to fail, or 128 + n
+        if signal n stopped the job, such as 141 (SIGPIPE) if the reader of the output is gone.
     """
     try:
         num_workers, host_plan = _num_workers(), _host_plan()
         num_local = num_workers if host_plan is None else host_plan.num_local
         cores_per_worker, gpus_per_worker = _cores_per_worker(num_local), _gpus_per_worker()
-        words = worker_words(argv[1:])
+        arguments = worker_arguments(argv[1:])
         if _PRINT.value is not None:
             check_within("num_workers", num_workers, 1, slurm.MAX_TASKS)
-            command = ["python", *words]
+            command = ["python", *arguments]
             print(_submission(_PRINT.value, num_workers, command, cores_per_worker, gpus_per_worker or 0), end="")
             return 0
         _refuse_other_job()
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         check_within("max_restarts", _MAX_RESTARTS.value, 0, math.inf)
         _check_grace_seconds()
         division = gpu_division.divide(gpus.find(os.environ), num_local, gpus_per_worker)
-        command, restarts, seconds = [sys.executable, *words], _MAX_RESTARTS.value, _GRACE_SECONDS.value
+        command, restarts, seconds = [sys.executable, *arguments], _MAX_RESTARTS.value, _GRACE_SECONDS.value
         return launch(Job(command, num_local, cores_per_worker, restarts, seconds, division, host_plan))
     except BrokenPipeError:
         raise
@@ -127,32 +127,32 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def worker_words(given: Sequence[str]) -> list[str]:
+def worker_arguments(words: Sequence[str]) -> list[str]:
     """Return the arguments with which Python runs a worker.
 
     Args:
-        given: The words after `--`: flags of `tfpar.train`, or `-m` and a module, or a `.py` file, and its arguments.
+        words: The words after `--`: flags of `tfpar.train`; or `-m` and a module, or a `.py` file, with arguments.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If they are none of these.
 
     Example:
-        >>> worker_words(["--config", "configs/digits.toml"])
+        >>> worker_arguments(["--config", "configs/digits.toml"])
         ['-m', 'tfpar.train', '--config', 'configs/digits.toml']
     """
-    first = given[0] if given else "--"
-    if first == "-m" and len(given) > 1:
-        return list(given)
+    first = words[0] if words else "--"
+    if first == "-m" and len(words) > 1:
+        return list(words)
     if first.endswith(".py") and not first.startswith("-"):
         if not os.path.isfile(first):
             here = received.path(os.getcwd())
             raise ValueError(f"{received.path(first)}: there is no such file in {here}. Give the path of the script.")
-        return list(given)
+        return list(words)
     if first.startswith("--"):
-        return ["-m", "tfpar.train", *given]
+        return ["-m", "tfpar.train", *words]
     raise ValueError(
         f"After -- comes a flag of tfpar.train such as --config, a script that ends in .py, or -m and a module, "
-        f"received {quoted(' '.join(given))}."
+        f"received {quoted(' '.join(words))}."
     )
 
 
@@ -213,7 +213,7 @@ def _refuse_other_job() -> None:
 
 
 def _parse(arguments: Sequence[str]) -> list[str]:
-    """Parse the flags before `--`; the words after it belong to the workers, even if they look like flags of ours."""
+    """Parse the flags before `--`; the words after it belong to the workers, whatever they look like."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     _, *others = command_line.parse(COMMAND, arguments[:end])
     if others:

@@ -1,4 +1,4 @@
-"""The grid of a strategy: replicas x stages x shards on the devices of one worker or several. Pure data.
+"""The grid of a strategy, replicas x stages x shards, as pure data.
 
                      shard 0   shard 1
 replica 0  stage 0   GPU:0     GPU:1        Layout(num_replicas=2, num_stages=2, num_shards=2, num_microbatches=8)
@@ -22,26 +22,26 @@ _COUNTS = ("num_replicas", "num_stages", "num_microbatches", "num_shards", "num_
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One way to divide the training of a model over devices.
+    """A grid of devices that trains a model.
 
-    The batch is divided over `num_replicas`. Each replica is one device, a pipeline of `num_stages` stages, or
-    `num_shards` devices that divide each layer; or stages of shards.
+    A replica is one device, a pipeline of `num_stages` stages, or stages whose layers are each divided over
+    `num_shards` devices.
 
     Args:
-        num_replicas: Replicas of the model, on all workers together.
-        num_stages: Stages of a replica; 1 for no pipeline.
-        num_microbatches: Micro-batches of a replica's share of the batch.
+        num_replicas: Number of replicas, on all workers together.
+        num_stages: Stages per replica; 1 for no pipeline.
+        num_microbatches: Micro-batches per per-replica batch.
         schedule: Order of the actions of a pipeline.
         recompute: Whether a pipeline recomputes activations in the backward pass.
-        shard: What the replicas divide among themselves, `"optimizer"` for the optimizer's state or `"weights"` for the
-            weights and gradients too; None for nothing.
-        num_shards: Devices that divide each layer of a replica; 1 for no tensor parallelism.
-        num_workers: Workers, each with the same number of devices.
-        across_workers: Whether one grid is on the devices of all workers, and not one on those of each.
-        stages_per_device: Stages of each device, more than one in an interleaved schedule.
+        shard: What is sharded over the replicas: `"optimizer"` for the optimizer state, `"weights"` for weights and
+            gradients too; None for nothing.
+        num_shards: Devices per stage; 1 for no tensor parallelism.
+        num_workers: Number of workers, each with the same number of devices.
+        across_workers: Whether a single grid spans the devices of all workers, rather than one grid per worker.
+        stages_per_device: Stages per device, more than one in an interleaved schedule.
 
     Raises:
-        ValueError: If a number is no whole number of at least 1, a name is unknown, or the numbers do not fit together.
+        ValueError: If a number is not an integer of at least 1, a name is unknown, or the numbers do not fit together.
 
     Example:
         >>> str(Layout(num_replicas=2, num_stages=2, num_microbatches=8))
@@ -82,32 +82,32 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """The devices of all workers."""
+        """Number of devices, on all workers together."""
         return self.num_replicas * self.devices_per_replica
 
     @property
     def devices_per_replica(self) -> int:
-        """The devices of a replica."""
+        """Number of devices per replica."""
         return self.num_stages // self.stages_per_device * self.num_shards
 
     @property
     def devices_per_worker(self) -> int:
-        """The devices of one worker."""
+        """Number of devices per worker."""
         return self.num_devices // self.num_workers
 
     @property
     def replicas_per_worker(self) -> int:
-        """The replicas of one worker; all of them where one pipeline is on all workers."""
+        """Number of replicas per worker; all of them if one grid spans the workers."""
         return self.num_replicas if self.across_workers else self.num_replicas // self.num_workers
 
     @property
     def _has_stages(self) -> bool:
-        """Whether a replica is a pipeline, of one stage perhaps."""
+        """Whether a replica is a pipeline, possibly of one stage."""
         return self.num_stages * self.num_microbatches > 1
 
     @property
     def kind(self) -> str:
-        """The `strategy.kind` of the train command."""
+        """The `strategy.kind` of this layout in a configuration."""
         if self._has_stages:
             return "hybrid" if self.num_replicas > 1 else "pipeline"
         if self.num_shards > 1:
@@ -118,7 +118,7 @@ class Layout:
 
     @property
     def family(self) -> tuple[str, bool, bool]:
-        """The layouts that run in the same way: a refusal of one is that of all, and their speeds are alike.
+        """A key shared by layouts that run in the same way: they refuse the same models, at similar speeds.
 
         Example:
             >>> Layout(4).family == Layout(2, shard="optimizer").family, Layout(2).family == Layout(1, 2, 4).family
@@ -128,14 +128,14 @@ class Layout:
 
     @property
     def simplicity(self) -> tuple[Any, ...]:
-        """A key by which simpler layouts come first."""
+        """A sort key that puts simpler layouts first."""
         kind, shard = _KINDS.index(self.kind), _SHARDS.index(self.shard)
         variant = (self.recompute, self.schedule != "1f1b", self.num_microbatches)
         return (self.num_workers, kind, shard, self.num_devices, *variant)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of section `[strategy]`, with its kind, without devices.
+        """The `[strategy]` section of a configuration, without devices.
 
         Example:
             >>> Layout(num_stages=2, num_microbatches=8).settings
@@ -154,10 +154,10 @@ class Layout:
         return settings | ({"shard": self.shard} if self.shard is not None else {})
 
     def settings_on(self, devices: Sequence[str]) -> dict[str, Any]:
-        """Return the settings with the names of the devices that the layout uses on a worker.
+        """Return the `[strategy]` section with the devices that the layout uses.
 
         Args:
-            devices: Names of the devices of a worker.
+            devices: Device names of a worker, of which the layout uses the first.
 
         Example:
             >>> Layout().settings_on(["GPU:0", "GPU:1"])
@@ -171,11 +171,10 @@ class Layout:
         return {**self.settings, "devices": used}
 
     def grid(self, devices: Sequence[str]) -> list[list[list[str]]]:
-        """Return the device of each shard, by replica and then by stage group.
+        """Return device names as `[replica][stage][shard]`.
 
         Args:
-            devices: Names of the devices of one process, or of all workers, those of the first replica first, and of a
-                replica those of the first stage.
+            devices: Device names in the order of the grid, by replica, stage and shard.
 
         Example:
             >>> Layout(num_replicas=2, num_stages=2).grid(["GPU:0", "GPU:1", "GPU:2", "GPU:3"])
@@ -186,10 +185,10 @@ class Layout:
         return [groups[first : first + size] for first in range(0, len(groups), size)]
 
     def describe(self, labels: Sequence[str]) -> str:
-        """Return in words what a replica is, where the replicas are, and what they shard.
+        """Describe the replicas, their devices and what is sharded.
 
         Args:
-            labels: The devices, such as `labels` returns.
+            labels: The devices, as `labels` returns them.
 
         Example:
             >>> Layout(num_replicas=2, shard="optimizer").describe(["GPU:0", "GPU:1"])
@@ -209,7 +208,7 @@ class Layout:
         return text + sharded[self.shard]
 
     def labels(self, devices: Sequence[str]) -> list[str]:
-        """Return the devices in words, those of each replica of several devices in parentheses.
+        """Return device names, with the devices of each replica in parentheses where it has several.
 
         Args:
             devices: As for `grid`.
@@ -224,7 +223,7 @@ class Layout:
         return [f"({' '.join(names)})" for names in replicas]
 
     def __str__(self) -> str:
-        """Return the name of the layout in a table."""
+        """Return the layout as a constructor call, for tables."""
         shard = [f'shard="{self.shard}"'] if self.shard else []
         workers = [f"workers={self.num_workers}"] if self.num_workers > 1 else []
         if self._has_stages:
@@ -247,11 +246,11 @@ class Layout:
 
 
 def check_count(name: str, number: Any) -> None:
-    """Raise ValueError unless a number is a whole number of at least 1.
+    """Raise ValueError unless an argument is an integer of at least 1.
 
     Args:
-        name: The name of the argument.
-        number: Its value.
+        name: Name of the argument.
+        number: Value of the argument.
 
     Example:
         >>> check_count("num_stages", 2)
@@ -261,11 +260,11 @@ def check_count(name: str, number: Any) -> None:
 
 
 def check_shard(shard: str | None, known: Sequence[str] = ("optimizer", "weights")) -> None:
-    """Raise ValueError unless a value says what to shard, one of the known values or None.
+    """Raise ValueError unless the argument `shard` is None or a known value.
 
     Args:
-        shard: The value.
-        known: The known values.
+        shard: Value of the argument.
+        known: Values that the strategy supports.
 
     Example:
         >>> check_shard("optimizer")

@@ -1,4 +1,4 @@
-"""A comparison of the training of a model under a strategy and on one device."""
+"""The check of parity: a model trained under a strategy, compared with plain Keras on one device."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from tfpar.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The relative difference between a strategy and one device, of one weight or one entry of the logs.
+    """The relative difference of a weight, or of an entry of the logs, between a strategy and one device.
 
     Args:
         name: Path of the weight, or name in the logs.
-        after_first_step: Difference after one step, relative to the largest value of the weight, or to a thousandth of
-            the largest of all weights where that is more; NaN for logs.
-        after_last_step: The same after the last step.
+        after_first_step: Difference after the first step; NaN for logs.
+        after_last_step: Difference after the last step.
     """
 
     name: str
@@ -48,14 +47,14 @@ class ParityReport:
     """The result of `check_parity`.
 
     Args:
-        strategy: The description of the strategy.
-        num_steps: The number of steps.
-        tolerance: The largest relative difference that is regarded as equal.
-        weights: One entry per weight, in the order of the model.
-        logs: One entry for the loss and for each metric.
-        precision: The float type of both trainings, and why it is not float64.
-        switched_off: Names of the layers that draw random numbers or normalize with a batch, which differ by design in
-            parts of a batch: both trainings ran without that.
+        strategy: Description of the strategy.
+        num_steps: Number of steps.
+        tolerance: Largest relative difference that counts as equal.
+        weights: Differences of the weights, in the order of the model.
+        logs: Differences of the loss and of each metric.
+        precision: The float type of both trainings.
+        switched_off: Names of the layers whose random numbers or batch statistics were switched off in both trainings,
+            because they differ by design.
     """
 
     strategy: str
@@ -68,14 +67,14 @@ class ParityReport:
 
     @property
     def equal(self) -> bool:
-        """Whether all weights and logs are within the tolerance, so that there is no `first_difference`."""
+        """Whether all weights and logs are within the tolerance."""
         return self.first_difference is None
 
     @property
     def first_difference(self) -> str | None:
-        """The first weight that differs after the first step, or else the first weight or log after the last step.
+        """The name of the first weight that differs after the first step, else of a weight or log after the last.
 
-        It is the path of a weight or the name of a log, and None if there is no difference.
+        None if all are within the tolerance.
         """
         early = [entry.name for entry in self.weights if not entry.after_first_step <= self.tolerance]
         late = [entry.name for entry in (*self.weights, *self.logs) if not entry.after_last_step <= self.tolerance]
@@ -83,18 +82,15 @@ class ParityReport:
 
     @property
     def conditions(self) -> str:
-        """The float type of both trainings and the layers that were switched off, as a clause."""
+        """A clause with the float type of both trainings and the layers that were switched off."""
         names = comparable.switched_off_clause(self.switched_off)
         return f"in {self.precision.describe()}{', ' if names else ''}{names}"
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON; as `parity.json` in the folder of a run it is part of that run's report.
+        """Write the report as JSON. The report page of a run includes `parity.json` from its folder.
 
         Args:
             path: The file, in an existing folder; an existing file is replaced.
-
-        Raises:
-            OSError: If it cannot be written.
 
         Example:
             >>> import tempfile
@@ -103,7 +99,7 @@ class ParityReport:
             >>> path.exists()
             True
         """
-        # The first difference of a log is NaN, which JSON does not have.
+        # Logs have NaN after the first step, which JSON lacks.
         entries = {name: [_without_nan(entry) for entry in getattr(self, name)] for name in ("weights", "logs")}
         table = {"strategy": self.strategy, "num_steps": self.num_steps, "tolerance": self.tolerance}
         verdict = {"equal": self.equal, "conditions": self.conditions}
@@ -143,29 +139,29 @@ def check_parity(
     dtype: str = "float64",
     verbose: int = 1,
 ) -> ParityReport:
-    """Train a model with Keras' `fit` on one device and under a strategy, and compare weights and logs.
+    """Train a model with Keras' `fit` on one device and again under a strategy, and compare weights and logs.
 
-    In float64 a difference above 1e-9 is not due to rounding, but for example to a batch-dependent layer. A model that
-    is written for float32, such as one with `RandomRotation` or a top-k accuracy, is compared in float32, with 1e-5.
-    Where a strategy divides batches, random layers such as Dropout, and BatchNormalization that is not synchronized,
-    differ by design. Both trainings then run without random numbers and with moving statistics, and the report names
-    these layers. Global random states do not change. In float32, GPUs compute both trainings without TensorFloat-32.
+    The tolerance is 1e-9 in float64, where rounding cannot exceed it, and 1e-5 in float32. A model with layers or
+    metrics that require float32 is compared in float32, without TensorFloat-32 on GPUs.
+
+    Random layers such as Dropout, and BatchNormalization unless synchronized, differ by design if the strategy splits
+    batches. Both trainings then run without random numbers and with moving statistics, and the report names these
+    layers. Global random state is preserved.
 
     Args:
         build_model: The model function, as for `tfpar.Trainer`.
-        dataset: Global batches; both trainings use the first `num_steps` in the same order.
+        dataset: Global batches, of which both trainings use the first `num_steps`, in the same order.
         strategy: The strategy to check.
-        num_steps: The number of steps, at least 1.
+        num_steps: Number of steps, at least 1.
         seed: Seed of the weights.
-        dtype: "float64", which becomes "float32" for a model that is written for it, or "float32" to compare with the
-            rounding of usual training.
+        dtype: "float64", or "float32" to compare in float32 in any case.
         verbose: 1 prints the table, 0 nothing.
 
     Returns:
-        The differences of each weight and each entry of the logs.
+        The differences of all weights and logs.
 
     Raises:
-        TypeError: If an argument has the wrong type, or the model function returns the same model in each call.
+        TypeError: If an argument has the wrong type, or the model function returns the same model twice.
         ValueError: If an argument is out of range, or the strategy refuses the model.
 
     Example:
@@ -230,7 +226,7 @@ def check_parity(
 def _on_one_device(
     build_model: Callable[[], keras.Model], batches: Sequence[Any], strategy: Strategy, seed: int, dtype: str
 ) -> tuple[keras.Model, tuple[_FirstStep, dict[str, Any], tuple[str, ...]]]:
-    """Train with Keras' `fit`; return the model, its first step, its logs and the layers that were switched off."""
+    """Train with Keras' `fit`; return the model, its first step, its logs and the names of switched-off layers."""
     first_step = _FirstStep()
     with _floatx(dtype), full_precision():
         keras.utils.set_random_seed(seed)
@@ -246,14 +242,14 @@ def _repeatable(batches: Sequence[Any], dtype: str) -> tf.data.Dataset:
 
 
 def log_differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Return the relative difference of each entry that both logs have.
+    """Return the relative difference of each entry that both histories have.
 
-    Keras appends numbers to equal names of metrics in one process. A model with objectives may have a `train_step` of
-    its own for Keras, which logs other entries.
+    Names are compared without the numbers that Keras appends to repeated names of metrics. Entries may be missing if a
+    model with objectives has its own `train_step` for Keras.
 
     Args:
-        actual: The history of a training.
-        expected: That of one device.
+        actual: The history under a strategy.
+        expected: The history on one device.
 
     Example:
         >>> log_differences({"loss": [0.5], "auc_1": [1.0]}, {"loss": [0.25], "auc": [1.0]})
@@ -265,42 +261,41 @@ def log_differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[st
 
 
 def _without_numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    """Remove the numbers that Keras appends to equal names of metrics in one process, such as `auc_1`."""
     return {re.sub(r"_\d+$", "", name): values for name, values in logs.items()}
 
 
 def weight_differences(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[float]:
-    """Return the relative difference of each weight of a model.
+    """Return the relative difference of each weight.
 
-    A weight whose gradient is zero, as the bias of attention's keys, is the sum of rounding errors: it is compared with
-    a thousandth of the largest weight.
+    It is relative to the largest value of the weight, or to a thousandth of the largest of all weights if that is
+    more: a weight whose gradient is zero, such as the bias of attention keys, consists of rounding errors.
 
     Args:
-        actual: The weights.
-        expected: Those of one device.
+        actual: The weights under a strategy.
+        expected: The weights on one device.
 
     Example:
         >>> weight_differences([np.array([4.0]), np.array([0.002])], [np.array([4.0]), np.array([0.001])])
         [0.0, 0.25]
     """
-    least = 1e-3 * max((float(np.abs(one).max(initial=0.0)) for one in expected), default=0.0)
-    return [relative_difference(*pair, least) for pair in zip(actual, expected, strict=True)]
+    min_scale = 1e-3 * max((float(np.abs(weight).max(initial=0.0)) for weight in expected), default=0.0)
+    return [relative_difference(*pair, min_scale) for pair in zip(actual, expected, strict=True)]
 
 
-def relative_difference(actual: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
-    """Return the largest difference of two arrays, relative to the largest value expected.
+def relative_difference(actual: np.ndarray, expected: np.ndarray, min_scale: float = 0.0) -> float:
+    """Return the largest difference of two arrays, relative to the largest absolute value in `expected`.
 
     Args:
         actual: Array of any shape.
         expected: Array of the same shape.
-        least: The difference is relative to this value if it is larger.
+        min_scale: The difference is relative to this value if it is larger.
 
     Example:
         >>> relative_difference(np.array([1.0, 2.0]), np.array([1.0, 2.5]))
         0.2
     """
     difference = np.abs(np.asarray(actual, "float64") - np.asarray(expected, "float64")).max(initial=0.0)
-    scale = max(np.abs(np.asarray(expected, "float64")).max(initial=0.0), least)
+    scale = max(np.abs(np.asarray(expected, "float64")).max(initial=0.0), min_scale)
     return float(difference / scale) if scale > 0 else float(difference)
 
 

@@ -1,4 +1,4 @@
-"""Values of a strategy for each model that it trains, with the lifetime of the model."""
+"""Values that are kept for each model, for the lifetime of the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ATTRIBUTE = "_tfpar_values"
 
 
 class PerModel(Generic[Value]):
-    """A value for each model, which may refer to the model.
+    """A mapping from models to values, which may refer to the model.
 
-    The model holds its value, so that Python frees both together. A `weakref.WeakKeyDictionary` would hold the value,
-    and with it the model, for as long as the strategy lives: one strategy for the many models of a search frees none.
+    The model holds the value, so that both are freed together. A `weakref.WeakKeyDictionary` would keep the value, and
+    with it the model, alive as long as the mapping: a strategy that trains many models would free none.
 
     Example:
         >>> stages: PerModel[list[str]] = PerModel()
@@ -25,25 +25,22 @@ class PerModel(Generic[Value]):
     """
 
     def __getitem__(self, model: keras.Model) -> Value:
-        """Return the value of a model; raises KeyError where there is none."""
         value: Value = _values(model)[self]
         return value
 
     def __setitem__(self, model: keras.Model, value: Value) -> None:
-        """Set the value of a model."""
         _values(model)[self] = value
 
     def __contains__(self, model: keras.Model) -> bool:
-        """Return whether a model has a value."""
         return self in _values(model)
 
     def get(self, model: keras.Model) -> Value | None:
-        """Return the value of a model, None where there is none."""
+        """Return the value of a model; None if it has none."""
         value: Value | None = _values(model).get(self)
         return value
 
     def setdefault(self, model: keras.Model, default: Value) -> Value:
-        """Return the value of a model; set it to the default first if there is none."""
+        """Return the value of a model, after setting it to the default if it has none."""
         value: Value = _values(model).setdefault(self, default)
         return value
 
@@ -53,8 +50,7 @@ class PerModel(Generic[Value]):
 
 
 def _values(model: keras.Model) -> weakref.WeakKeyDictionary[PerModel[Any], Any]:
-    """Return the values of all strategies for a model."""
-    # Not by assignment, which Keras tracks: nothing here is a part of the model.
+    # Not set as an attribute, which Keras would track as part of the model.
     values: weakref.WeakKeyDictionary[PerModel[Any], Any] = vars(model).setdefault(
         _ATTRIBUTE, weakref.WeakKeyDictionary()
     )

@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
 
 
 def _measured(run: config.Run) -> Plan | None:
-    """Return the plan; None on other workers than the chief."""
+    """Return the plan; None on workers other than the chief."""
     job = tf_config.from_environment(os.environ)
     usual_cpus = USUAL_LOGICAL_CPUS if job is None or job.num_workers == 1 else 1
     with cluster.native_messages_to(Path(os.devnull)):
@@ -122,11 +122,11 @@ def _measured(run: config.Run) -> Plan | None:
             from tfpar.runs.planning import plan_devices, plan_run
 
             devices = plan_devices.planned_devices(run.strategy, _DEVICES.value, usual_cpus)
-        return plan_run.plan_of(run, devices, _BUDGET.value)
+        return plan_run.make_plan(run, devices, _BUDGET.value)
 
 
 def _show(run: config.Run, plan: Plan) -> int:
-    plan = dataclasses.replace(plan, command=plan_files.command_of(plan, _CONFIG.value, _SET.value))
+    plan = dataclasses.replace(plan, command=plan_files.train_command(plan, _CONFIG.value, _SET.value))
     print(plan.to_json() if _JSON.value else f"{plan}\n", end="")
     if _WRITE.value is not None:
         _write(run, plan, _WRITE.value)

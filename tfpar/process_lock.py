@@ -1,12 +1,12 @@
-"""The lock of the threads that build, trace and train.
+"""A lock of the process for threads that build, trace and train.
 
-Keras' seed, its scopes, and the functions of Keras and TensorFlow that are replaced while a step is traced belong to
-the whole process. Two threads that build or trace at once would mix them, so one waits for the other:
+Keras' seed and scopes, and the functions that are patched while a step is traced, belong to the whole process, so only
+one thread may build or trace at a time:
 
     thread 0   build, trace │ steps run …          │ callbacks │ steps run …
     thread 1         waits  │ build, trace │ waits …           │ steps run …
 
-While steps run and data are read no thread holds the lock: data may come from a thread that predicts with another
+No thread holds the lock while steps run and data are read: data may come from a thread that predicts with another
 model.
 """
 
@@ -19,10 +19,7 @@ from collections.abc import Iterator
 
 
 class _Lock:
-    """The lock of one process, which a thread may take again.
-
-    A thread that is interrupted while it waits does not have it, and releases nothing.
-    """
+    """A reentrant lock; releasing it does nothing in a thread that was interrupted while waiting for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,18 +30,18 @@ class _Lock:
     def _is_mine(self) -> bool:
         return self._thread == threading.get_ident()
 
-    def take(self, kept: bool) -> None:
+    def acquire(self, kept: bool) -> None:
         if not self._is_mine:
-            self._acquire(0)
+            self._acquire_at(0)
         self._depth += 1
         self._num_kept += kept
 
-    def give(self, kept: bool) -> None:
+    def release(self, kept: bool) -> None:
         if self._is_mine:
             self._depth -= 1
             self._num_kept -= kept
             if self._depth == 0:
-                self._give_all()
+                self._release_all()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -52,17 +49,17 @@ class _Lock:
             yield
             return
         depth = self._depth
-        self._give_all()
+        self._release_all()
         try:
             yield
         finally:
-            self._acquire(depth)
+            self._acquire_at(depth)
 
-    def _acquire(self, depth: int) -> None:
+    def _acquire_at(self, depth: int) -> None:
         self._lock.acquire()
         self._thread, self._depth, self._num_kept = threading.get_ident(), depth, 0
 
-    def _give_all(self) -> None:
+    def _release_all(self) -> None:
         self._thread, self._depth = None, 0
         self._lock.release()
 
@@ -71,10 +68,10 @@ _locks = [_Lock()]
 
 
 class ProcessLock:
-    """A context that no two threads are in at once; a thread may enter it again.
+    """A context that only one thread at a time can be in; that thread may enter it again.
 
     Args:
-        kept: Whether the thread keeps the lock in `paused` too, as while it builds a model.
+        kept: Whether the thread keeps the lock in `paused` too, as it must while it builds a model.
     """
 
     def __init__(self, kept: bool = False) -> None:
@@ -83,15 +80,15 @@ class ProcessLock:
     def __enter__(self) -> None:
         """Wait until no other thread is in the context."""
         self._lock = _locks[0]
-        self._lock.take(self._kept)
+        self._lock.acquire(self._kept)
 
     def __exit__(self, *error: object) -> None:
         """Let the next thread enter."""
-        self._lock.give(self._kept)
+        self._lock.release(self._kept)
 
 
 def paused() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which other threads may hold the lock, such as while this one waits for data."""
+    """Return a context in which other threads may hold the lock, for example to wait for data."""
     return _locks[0].paused()
 
 

@@ -1,4 +1,4 @@
-"""`python -m tfpar.report`: write the report of a run again, or compare several runs; no TensorFlow.
+"""`python -m tfpar.report`: write the report of a run again, or compare several runs, without TensorFlow.
 
 python -m tfpar.report runs/digits                              writes runs/digits/report.html
 python -m tfpar.report runs/digits runs/digits_pipeline         writes comparison.html
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         _require_folders(argv[1:])
         output = _output()
         runs = [recorded_run.read(folder) for folder in folders]
-        written = _one(folders[0], output) if len(runs) == 1 else _several(runs, output)
+        written = report_files.write(folders[0], output=output) if len(runs) == 1 else _compare(runs, output)
         print(_text(runs, written))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -79,15 +79,15 @@ def _require_folders(names: Sequence[str]) -> None:
         raise ValueError("Name the folder of a run, or of several. See python -m tfpar.report --help.")
     if len(names) > MOST_RUNS:
         raise ValueError(f"At most {MOST_RUNS} runs can be compared, received {len(names)}. Name fewer.")
-    places: dict[str, str] = {}
+    named: dict[str, str] = {}
     for name in names:
-        place = os.path.realpath(name)
-        if place in places:
+        path = os.path.realpath(name)
+        if path in named:
             raise ValueError(
                 f"Runs to compare must be different folders, and {received.path(name)} is "
-                f"{received.path(places[place])} again. Name it once."
+                f"{received.path(named[path])} again. Name it once."
             )
-        places[place] = name
+        named[path] = name
 
 
 def _output() -> Path | None:
@@ -101,18 +101,14 @@ def _output() -> Path | None:
     return output
 
 
-def _one(folder: Path, output: Path | None) -> Path:
-    return report_files.write(folder, output=output)
-
-
-def _several(runs: Sequence[RecordedRun], output: Path | None) -> Path:
+def _compare(runs: Sequence[RecordedRun], output: Path | None) -> Path:
     output = output or Path(COMPARISON)
     atomic_file.write(output, comparison.comparison(runs))
     return output
 
 
 def _text(runs: Sequence[RecordedRun], written: Path) -> str:
-    """Return a summary of one run, or of all, and where the report is."""
+    """Return a summary of the runs, and where the report is."""
     if len(runs) > 1:
         return f"{comparison.text(runs)}\n\n{line('report', str(written))}"
     (run,) = runs

@@ -1,4 +1,4 @@
-"""`python -m tfpar.train`: train a run from its configuration, resume it, and say what came of it."""
+"""`python -m tfpar.train`: train a run from its configuration, or resume it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ else those of digits. To see every setting, or to write a file of your own:
 
 
 def _way_out(flag: str) -> str:
-    """Return how to write a setting that was given as if it were a flag."""
+    """Return how to write a setting that was passed as a flag."""
     key = config.closest_key(flag)
     own = closest(flag, COMMAND.flags)
     if key is None or (own is not None and key.rpartition(".")[2] != flag):
@@ -100,13 +100,12 @@ def main(argv: list[str]) -> int:
 
     Returns:
         The exit code: 0 when trained, 1 on an error (2 for a worker if a restart would fail too, 3 if
-        another worker failed), 130 when interrupted, with a checkpoint to resume from. A `BrokenPipeError`, when the
-        reader of the output is gone, is left to `command_line.run`.
+        another worker failed), 130 when interrupted, with a checkpoint to resume from.
     """
     directory: RunDirectory | None = None
     try:
         if len(argv) > 1:
-            raise ValueError(_surplus(argv[1]))
+            raise ValueError(_unexpected_argument(argv[1]))
         file = None if _CONFIG.value is None else bundled_configurations.find(_CONFIG.value)
         directory = RunDirectory(_run_folder(file))
         if file is None and _DIRECTORY.value is not None:
@@ -133,7 +132,7 @@ def main(argv: list[str]) -> int:
             print(summary.already_trained(directory, results))
             return 0
         return _train(run, directory, is_chief)
-    except BrokenPipeError:
+    except BrokenPipeError:  # handled by `command_line.run`
         _report(directory)
         raise
     except Exception as error:
@@ -148,11 +147,11 @@ def main(argv: list[str]) -> int:
         is_repeatable = isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError)
         if is_repeatable and directory is not None:
             directory.undo_claim()
-        return command_line.code_of_repeatable_error(os.environ) if is_repeatable else command_line.FAILED
+        return command_line.repeatable_error_code(os.environ) if is_repeatable else command_line.FAILED
 
 
 def _report(directory: RunDirectory | None) -> None:
-    """Write the report of a run that has failed, where that is possible."""
+    """Write the report of a failed run, if possible."""
     if directory is not None and directory.lacks_report:
         from tfpar.reports import events, report_files
 
@@ -161,24 +160,24 @@ def _report(directory: RunDirectory | None) -> None:
 
 
 def _run_folder(file: Path | None) -> Path:
-    """Return the folder of the run; a name that the system cannot have is refused here, where its flag is known."""
-    given = _DIRECTORY.value
-    if given is not None and not given.strip():
+    """Return the folder of the run; raise an error if the system cannot have a path of that name."""
+    name = _DIRECTORY.value
+    if name is not None and not name.strip():
         raise ValueError("--directory must name a folder, received an empty name. Leave it out for runs/<config>.")
-    folder = Path("runs", file.stem if file else "default") if given is None else Path(given)
+    folder = Path("runs", file.stem if file else "default") if name is None else Path(name)
     try:
         os.stat(folder)
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            name = "--directory" if given is not None else "The folder of the run"
+            subject = "--directory" if name is not None else "The folder of the run"
             raise ValueError(
-                f"{name} must be a path that the system can have, received {received.path(folder)}: "
+                f"{subject} must be a path that the system can have, received {received.path(folder)}: "
                 f"{os.strerror(error.errno)}."
             ) from None
     return folder
 
 
-def _surplus(word: str) -> str:
+def _unexpected_argument(word: str) -> str:
     is_configuration = word in bundled_configurations.names() or word.endswith(".toml")
     flag = "set" if "=" in word else "config" if is_configuration else None
     way_out = f"Did you mean --{flag} {excerpt(word)}?" if flag else "See python -m tfpar.train --help."
@@ -188,7 +187,7 @@ def _surplus(word: str) -> str:
 def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
     from tfpar import cluster
 
-    # Workers other than the chief may have no disk to write on.
+    # Workers other than the chief may have no disk to write to.
     if is_chief:
         xla_cache.keep_in(directory.compilations)
     messages = cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull))
@@ -223,13 +222,13 @@ def _evaluate(run: config.Run, directory: RunDirectory) -> int:
         return 0 if evaluate_run.evaluate_checkpoints(run, directory) else start_up.INTERRUPTED
 
 
-def _sentence(error: Exception, given: str | None, directory: RunDirectory | None) -> str | None:
-    """Return a user's error as a sentence; None for an error of tfpar, which needs its traceback.
+def _sentence(error: Exception, directory_flag: str | None, directory: RunDirectory | None) -> str | None:
+    """Return the message of a user's error; None for an error of tfpar, which needs its traceback.
 
     Args:
         error: The error.
-        given: The value of `--directory`.
-        directory: The folder of the run; None before it is known.
+        directory_flag: The value of `--directory`.
+        directory: The folder of the run; None if it is not known yet.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         is_begun = directory is not None and any(directory.checkpoints.glob("*.npz"))
@@ -240,8 +239,8 @@ def _sentence(error: Exception, given: str | None, directory: RunDirectory | Non
         )
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name = os.fsdecode(error.filename)
-        is_of_run = name.startswith(given or "runs")
-        way_out = "Choose a --directory that can be written." if is_of_run else "Correct the path, or its permissions."
+        is_in_run = name.startswith(directory_flag or "runs")
+        way_out = "Choose a --directory that can be written." if is_in_run else "Correct the path, or its permissions."
         return f"{received.path(name)}: {os.strerror(error.errno)}. {way_out}"
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError | MemoryError):
         return "\n".join([message_of(error), *getattr(error, "__notes__", ())]) or None

@@ -1,4 +1,4 @@
-"""The trainer: a Keras model under a strategy, with the methods of `keras.Model`."""
+"""The trainer: the methods of `keras.Model`, run under a strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tfpar.loops.agreement.failure_reports import reported
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate, predict
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
-from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_of
+from tfpar.loops.model_function import ModelOrFunction, check_arguments, make_model
 from tfpar.loops.preparation import Preparation
 from tfpar.loops.step_calls import limited_epochs, limited_steps
 from tfpar.messages import keyword_arguments
@@ -35,23 +35,21 @@ Callbacks: TypeAlias = keras.callbacks.Callback | Sequence[keras.callbacks.Callb
 
 
 class Trainer:
-    """Trainer of a Keras model under a strategy, with the methods of `keras.Model` and the results of one device.
+    """Train a Keras model under a strategy, with the methods of `keras.Model` and the results of one device.
 
     Args:
-        build_model: The model function: it returns a compiled `keras.Model`, and is called in the strategy's scope. Or
-            a built model, whose weights, optimizer state and random state move to the devices of the strategy.
-        strategy: The strategy; None for `SingleDevice()`, or for the strategy in whose scope a given model was built;
-            "auto" for `Mirrored()` on several devices and `MultiWorker()` in a job of several workers. A
-            `tf.distribute` strategy is used as `Mirrored` or `MultiWorker`.
-        seed: The seed for `keras.utils.set_random_seed` before the model function is called. Keras with the same seed
-            creates the same weights. It is also the seed to shuffle arrays in `fit`. None sets nothing.
-        fused: Whether steps use fused kernels of TensorFlow in place of Keras' chains of operations, where they compute
-            the same up to the last digits; False for Keras' own operations alone.
+        build_model: A function that returns a compiled `keras.Model`; it is called in the strategy's scope. Or a model:
+            its weights, optimizer state and random state are moved to the strategy's devices.
+        strategy: The strategy. None: the strategy in whose scope the model was built, else `SingleDevice()`. "auto":
+            `MultiWorker()` in a job of several workers, `Mirrored()` on several devices. A `tf.distribute` strategy is
+            converted to `Mirrored` or `MultiWorker`.
+        seed: Passed to `keras.utils.set_random_seed` before the model is built, so that plain Keras with the same seed
+            creates the same weights; also the seed with which `fit` shuffles arrays. None sets no seed.
+        fused: Whether steps use fused TensorFlow kernels where these match Keras' operations up to rounding.
 
     Raises:
-        TypeError: If an argument has the wrong type, or the model function does not return a `keras.Model`.
-        ValueError: If the model overrides a step of Keras' trainer, or has variables that cannot move to the devices
-            of the strategy.
+        TypeError: If an argument has the wrong type, or `build_model` does not return a `keras.Model`.
+        ValueError: If the model overrides `train_step` or another step, or has variables that cannot be moved.
 
     Example:
         >>> trainer = tfpar.Trainer(build_model, tfpar.Mirrored(), seed=0)
@@ -73,7 +71,7 @@ class Trainer:
         self.strategy = strategies.strategy_of(build_model) if exists else strategies.resolve(strategy)
         self.seed = None if seed is None else int(seed)
         self.fused = fused
-        self.model = model_of(build_model, self.strategy, self.seed)
+        self.model = make_model(build_model, self.strategy, self.seed)
         self.model._tfpar_trainer = weakref.ref(self)  # tfpar.fit uses this trainer while it exists
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy, fused)
@@ -81,23 +79,22 @@ class Trainer:
         model_methods.replace_methods(self)
 
     def interrupt(self) -> None:
-        """Stop `fit` after the current call, with a checkpoint; safe in a signal handler."""
+        """Stop `fit` after the current call, with a checkpoint if it writes any; safe to call from a signal handler."""
         self.interrupted = True
 
     @reported
     def build(self, x: Any, y: Any = None, batch_size: int | None = None) -> Any:
-        """Build the model from the first batch, and run all checks of `fit` before its first step.
+        """Build the model from the first batch and run every check that `fit` makes before its first step.
 
-        The next `fit` on the same dataset starts with this batch. A shuffled dataset has another order in each pass,
-        and `build` must not change the order in which `fit` trains.
+        The next `fit` on the same dataset reuses this batch, so `build` does not change the order of the data.
 
         Args:
             x: A dataset or arrays, as for `fit`.
-            y: Targets where `x` is arrays.
-            batch_size: Global batch of arrays; None for 32.
+            y: Targets if `x` is arrays.
+            batch_size: Global batch size for arrays. Defaults to 32.
 
         Returns:
-            The first local batch of this worker.
+            This worker's first batch.
 
         Raises:
             ValueError: As `fit`.
@@ -111,21 +108,19 @@ class Trainer:
         return epoch_iterator.distributed.local_batch(epoch_iterator.peek())
 
     def preview(self, x: Any, y: Any = None, batch_size: int | None = None) -> Preview:
-        """Predict a step before training, from measurements on the first batch.
+        """Predict the time and memory of a training step from measurements on the first batch.
 
-        A notebook displays the result as text and picture. The preview does not change the next `fit` on the same
-        dataset: weights, optimizer, random state and the order of a shuffled dataset stay the same. With
-        `class_weight` or another dataset object, a shuffled dataset is read again. In a job of several workers, all of
-        them must call it.
+        Weights, optimizer state, random state and the order of the data stay as they are for the next `fit` on the
+        same dataset object without `class_weight`. In a job, every worker must call this method.
 
         Args:
             x: A dataset or arrays, as for `fit`.
-            y: Targets where `x` is arrays.
-            batch_size: Global batch of arrays; None for 32.
+            y: Targets if `x` is arrays.
+            batch_size: Global batch size for arrays. Defaults to 32.
 
         Returns:
-            For a pipeline the stages, the prediction and a picture of the schedule; for other strategies the devices
-            with their examples and memory.
+            For a pipeline, the stages, the predicted step and a plot of the schedule; for other strategies, the
+            examples and memory of each device. Notebooks display it as text and picture.
 
         Raises:
             ValueError: As `fit`.
@@ -140,18 +135,18 @@ class Trainer:
             return self.strategy.preview(self.model, batch)
 
     def study(self, x: Any, y: Any = None, batch_size: int | None = None) -> Study:
-        """Find out before training how parts of a batch give the losses, metrics and states of the whole.
+        """Report how each loss, metric and layer state of a batch is computed from its micro-batches or replicas.
 
-        `fit` does so before its first step; this shows what it finds, what a step then does, and what it refuses. In a
-        job of several workers, all of them must call it.
+        `fit` makes the same study before its first step, and refuses a model that cannot be computed exactly. In a job,
+        every worker must call this method.
 
         Args:
             x: A dataset or arrays, as for `fit`.
-            y: Targets where `x` is arrays.
-            batch_size: Global batch of arrays; None for 32.
+            y: Targets if `x` is arrays.
+            batch_size: Global batch size for arrays. Defaults to 32.
 
         Returns:
-            The study, which `print` shows as a table.
+            The study; `print` shows it as a table, or the reason if the model is refused.
 
         Example:
             >>> print(trainer.study(dataset))
@@ -167,7 +162,7 @@ class Trainer:
         return Study(title, tuple(rows_of(self.model, verdict)), verdict)
 
     def __repr__(self) -> str:
-        """Return one line with the model, the optimizer, the number of steps, the strategy and the kernels."""
+        """Return the model, the optimizer, its step and the strategy on one line."""
         model, optimizer = self.model, self.model.optimizer
         parameters = f"{model.count_params():,} parameters" if model.built else "parameters not yet counted"
         step = "" if optimizer is None else f", {type(optimizer).__name__}, step {int(optimizer.iterations.numpy()):,}"
@@ -175,20 +170,20 @@ class Trainer:
         return f"<Trainer of {model.name!r}, {parameters}{step}, on {self.strategy.describe()}{kernels}>"
 
     def compile(self, *arguments: Any, **settings: Any) -> None:
-        """Compile the model with another optimizer, loss or metrics, as `keras.Model.compile` does.
+        """Compile the model again, as `keras.Model.compile` does.
 
-        `trainer.model.compile(...)` does the same. As in Keras, a new value of a layer's `trainable` takes effect at
-        the next compilation, and a new optimizer has no state.
+        As in Keras, a change of `trainable` takes effect here, and a new optimizer starts without state.
+        `trainer.model.compile` does the same.
 
         Args:
-            *arguments: The positional arguments of the model's `compile`.
-            **settings: The keyword arguments of the model's `compile`: `optimizer`, `loss`, `metrics` and so on.
+            *arguments: Positional arguments of the model's `compile`.
+            **settings: Keyword arguments of the model's `compile`, such as `optimizer`, `loss` and `metrics`.
 
         Example:
-            >>> trainer.fit(dataset)  # the new layers
+            >>> trainer.fit(dataset)  # trains the new layers
             >>> trainer.model.get_layer("base").trainable = True
             >>> trainer.compile(keras.optimizers.Adam(1e-5), "sparse_categorical_crossentropy")
-            >>> trainer.fit(dataset)  # all layers
+            >>> trainer.fit(dataset)  # trains all layers
         """
         with self.strategy.engine.creation_scope():
             self.model.compile(*arguments, **settings)
@@ -222,36 +217,38 @@ class Trainer:
 
         Args:
             x: A `tf.data.Dataset` of `(inputs, targets)` or `(inputs, targets, sample_weight)`, batched to the
-                global batch; a `keras.utils.PyDataset`, a generator or a torch `DataLoader` that yields such batches;
-                or arrays `[examples, ...]` of any type that Keras accepts.
+                global batch size; a `keras.utils.PyDataset`, generator or torch `DataLoader` of such batches; or
+                arrays `[examples, ...]` of any type that Keras accepts.
             y: Targets `[examples, ...]` if `x` is arrays.
-            batch_size: Global batch of arrays; None for 32.
-            epochs: The number of epochs at which training stops; from `initial_epoch` on fewer run.
-            verbose: 0 silent, 1 or "auto" a progress bar, 2 one line per epoch.
-            callbacks: One, a list or a `keras.callbacks.CallbackList`. With hooks for batches, a call is one step.
-            validation_split: Fraction of the arrays, from their end, to validate on instead of training on it.
-            validation_data: A dataset, or a tuple of arrays, evaluated after every `validation_freq` epochs.
-            shuffle: Whether to shuffle arrays, in another order every epoch.
-            class_weight: Weight of the examples of each class in the loss.
+            batch_size: Global batch size for arrays. Defaults to 32.
+            epochs: Epoch at which training stops; `epochs - initial_epoch` epochs run.
+            verbose: 0: silent. 1 or "auto": progress bar. 2: one line per epoch.
+            callbacks: A callback, a list of callbacks or a `keras.callbacks.CallbackList`. If a callback has batch
+                hooks, each call of the compiled loop runs a single step.
+            validation_split: Fraction of the arrays, taken from their end, to use for validation only.
+            validation_data: A dataset, or a tuple of arrays, on which to evaluate.
+            shuffle: Whether to shuffle arrays before each epoch.
+            class_weight: Weight in the loss of the examples of each class.
             sample_weight: Weights `[examples, ...]` if `x` is arrays.
-            initial_epoch: The first epoch.
-            steps_per_epoch: Steps per epoch; None for one pass over the dataset.
-            validation_steps: Steps per validation; None for all of its data.
-            validation_batch_size: Global batch of arrays in validation; None for `batch_size`.
-            validation_freq: Epochs from one validation to the next, or the epochs to validate after.
-            steps_per_call: Steps per call of the compiled loop; None for calls of about a tenth of a second.
-            checkpoints: Where to write checkpoints, also on Ctrl-C; training resumes from the last one if there is any.
-            nonfinite_loss: "stop" raises after a step, or a validation, with a loss that is not finite; "continue"
-                trains with it, as Keras does.
+            initial_epoch: Epoch at which to start.
+            steps_per_epoch: Steps per epoch. None: one pass over the dataset.
+            validation_steps: Steps per validation. None: all validation data.
+            validation_batch_size: Global batch size for arrays in validation. Defaults to `batch_size`.
+            validation_freq: Number of epochs between validations, or a list of epochs after which to validate.
+            steps_per_call: Steps per call of the compiled loop. None: as many as take about 0.1 s.
+            checkpoints: Where to write checkpoints, also on Ctrl-C. Training resumes from the newest one.
+            nonfinite_loss: "stop": raise after a step or validation whose loss is not finite. "continue": train on, as
+                Keras does.
 
         Returns:
-            The history of logs, with one entry per epoch.
+            The history, with one entry per epoch.
 
         Raises:
-            ValueError: If the data do not have the shapes of the model, the strategy cannot train the model with
-                parity, or the model is not compiled.
+            ValueError: If the model is not compiled, the data do not fit it, or the strategy cannot train it with the
+                results of one device.
             FloatingPointError: If the loss is not finite; the message names the step.
-            KeyboardInterrupt, SystemExit: After Ctrl-C; after SIGTERM, or on a worker where another one was stopped.
+            KeyboardInterrupt: After Ctrl-C.
+            SystemExit: With `checkpoints`, after SIGTERM or if another worker was stopped.
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch, "steps_per_epoch")
         equal_workers.check_fit(
@@ -292,7 +289,7 @@ class Trainer:
         return self.model.history
 
     def _reused_source(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:
-        """Return the Python source from which `build` read the first batch, if it was made from `x`; else `x`."""
+        """Return the Python source that `build` made from `x`, whose first batch is already read; else `x`."""
         unused_source = self._built_with[0] if self._built_with is not None else None
         if isinstance(unused_source, data.PythonBatches) and unused_source.is_made_of(x, class_weight, shuffle):
             return unused_source
@@ -311,20 +308,20 @@ class Trainer:
         callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
-        """Compute the loss and the metrics, as `keras.Model.evaluate` does.
+        """Return the loss and metrics of the model, as `keras.Model.evaluate` does.
 
         Args:
             x: A dataset or arrays, as for `fit`.
             y: Targets if `x` is arrays.
-            batch_size: Global batch of arrays; None for 32.
-            verbose: 0 silent, 1 or "auto" a progress bar, 2 one line.
+            batch_size: Global batch size for arrays. Defaults to 32.
+            verbose: 0: silent. 1 or "auto": progress bar. 2: one line.
             sample_weight: Weights if `x` is arrays.
-            steps: Number of batches; None for all.
+            steps: Number of batches. None: all.
             callbacks: Keras callbacks. A callback may set `model.stop_evaluating`.
-            return_dict: Whether to return a dict from names to values in place of a list.
+            return_dict: Whether to return a dict instead of a list.
 
         Returns:
-            The loss, or a list or dict of the loss and the metrics.
+            The loss, or a list or dict of the loss and metrics.
 
         Raises:
             ValueError: If the data are empty or do not fit the model.
@@ -351,10 +348,10 @@ class Trainer:
         The model need not be compiled.
 
         Args:
-            x: A dataset, whose targets are ignored, or arrays.
-            batch_size: Global batch of arrays; None for 32.
-            verbose: 0 silent, 1 or "auto" a progress bar, 2 one line.
-            steps: Number of batches; None for all.
+            x: Arrays, or a dataset; its targets are ignored.
+            batch_size: Global batch size for arrays. Defaults to 32.
+            verbose: 0: silent. 1 or "auto": progress bar. 2: one line.
+            steps: Number of batches. None: all.
             callbacks: Keras callbacks. A callback may set `model.stop_predicting`.
 
         Raises:
@@ -367,13 +364,13 @@ class Trainer:
         return predict(self.model, self.strategy, epoch_iterator, predict_batch, callback_list)
 
     def save(self, path: str | Path) -> None:
-        """Save the model as a `.keras` file.
+        """Save the model as a `.keras` file, which `keras.models.load_model` loads without tfpar.
 
-        The file is written under another name and then renamed, so it is never incomplete. Of several workers the chief
-        writes it; with sharded optimizer state all of them must call this method.
+        The file is written atomically. In a job, the chief writes it; every worker must call this method if the
+        optimizer state is sharded.
 
         Args:
-            path: A `.keras` file. `keras.models.load_model` loads it without tfpar.
+            path: The file; an existing one is replaced.
 
         Raises:
             ValueError: If the name does not end with `.keras`.

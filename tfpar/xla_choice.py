@@ -1,9 +1,9 @@
-"""XLA where `jit_compile="auto"` chooses it: on GPUs, as in Keras, if all layers and operations allow it.
+"""The choice of XLA for `jit_compile="auto"`: on GPUs, as in Keras, if all layers and operations allow it.
 
     compile(jit_compile="auto") ─► on GPUs CHOSEN ─► first step ─► compiled
-                                                         └─ an operation that XLA cannot compile ─► False, and one line
+                                                         └─ an operation that XLA cannot compile ─► False, and a warning
 
-What a user asks for with `jit_compile=True` is never left out: then the error of XLA is raised.
+With `jit_compile=True`, the error of XLA is raised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar._compat import tf_determinism
 from tfpar._compat.models import keras_model
-from tfpar._compat.variables import keras_variables, tf_memory_elsewhere
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.job import Job
 from tfpar.messages import user_warnings
 from tfpar.messages.received import excerpt
@@ -26,10 +26,10 @@ _UNSUPPORTED = re.compile(r"Detected unsupported operations .*?: (\w+) \(", re.D
 
 
 class NotCompiledError(Exception):
-    """XLA cannot compile the passes of a model as a whole; the message is a clause that says why."""
+    """XLA cannot compile the passes of a model as a whole; the message gives the reason as a clause."""
 
 
-# What the first call of a compiled function raises where XLA cannot compile it.
+# Raised by the first call of a function that XLA cannot compile.
 ERRORS = (NotCompiledError, tf.errors.OpError)
 
 
@@ -46,10 +46,7 @@ class _Engine(Protocol):
 
 
 def is_default(devices: Sequence[str]) -> bool:
-    """Return whether `jit_compile="auto"` means True on some devices: steps on CPUs are slower with XLA.
-
-    Args:
-        devices: Short names.
+    """Return whether `jit_compile="auto"` means True on devices: not on CPUs, where XLA is slower.
 
     Example:
         >>> is_default(["GPU:0", "GPU:1"]), is_default(["CPU:0"])
@@ -59,10 +56,9 @@ def is_default(devices: Sequence[str]) -> bool:
 
 
 def resolver(engine: _Engine) -> Callable[[keras.Model], int]:
-    """Return what `jit_compile="auto"` means for a model under a strategy, as a function of the model.
+    """Return a function that resolves `jit_compile="auto"` of a model for the devices of an engine.
 
-    Args:
-        engine: Its devices decide, not those of the machine. Workers could not leave XLA out together in a step.
+    XLA is not chosen in a job of several workers, which could not fall back in the same step.
     """
 
     def resolve(model: keras.Model) -> int:
@@ -74,67 +70,62 @@ def resolver(engine: _Engine) -> Callable[[keras.Model], int]:
 
 
 def check(model: keras.Model) -> None:
-    """Leave XLA out where it was chosen and a layer that was built since does not support it.
-
-    Args:
-        model: A built model.
-    """
+    """Revoke the choice of XLA if a layer that was built since then does not support it."""
     if keras_model.is_chosen(model) and not _is_possible(model):
         model.jit_compile = False
 
 
 def _is_possible(model: keras.Model) -> bool:
     if (layer := keras_model.layer_without_xla(model)) is not None:
-        _say(model, f"layer {layer.name!r} ({type(layer).__name__}) does not support it")
+        _warn(model, f"layer {layer.name!r} ({type(layer).__name__}) does not support it")
     elif tf_determinism.is_enabled():
-        _say(model, "operations are deterministic, for which it has not all")
+        _warn(model, "operations are deterministic, which XLA does not support for all of them")
     else:
         return True
     return False
 
 
-def _say(model: keras.Model, reason: str) -> None:
+def _warn(model: keras.Model, reason: str) -> None:
     user_warnings.warn(
-        f"Steps of {model.name!r} are not compiled with XLA: {reason}. compile(jit_compile=False) leaves this line out."
+        f"Steps of {model.name!r} are not compiled with XLA: {reason}. Write compile(jit_compile=False) to silence "
+        "this warning."
     )
 
 
 class Fallback:
-    """The way back of a model from XLA, if its first step cannot be compiled.
+    """The fallback from XLA if the first step of a model cannot be compiled.
 
-    A failed step updates no weight, because every update needs the results of the passes. It may have counted itself,
-    or have drawn random numbers; both are set back.
+    A failed step updates no weight, as updates need the results of the passes. It may have advanced counters and random
+    state, which are restored.
 
     Args:
         model: A model for which XLA is chosen.
-        engine: Runs its steps.
+        engine: The engine that runs its steps.
     """
 
     def __init__(self, model: keras.Model, engine: _Engine) -> None:
         self._model, self._engine = model, engine
-        slots = [] if model.optimizer is None else [one for one in model.optimizer.variables if len(one.shape)]
+        slots = [] if model.optimizer is None else [slot for slot in model.optimizer.variables if len(slot.shape)]
         updated = {id(variable) for variable in (*model.trainable_variables, *slots)}
-        others = [variable for variable in keras_variables.state(model) if id(variable) not in updated]
-        held = [
-            one for one in others if keras_variables.is_allocated(one) and not tf_memory_elsewhere.is_elsewhere(one)
+        self._values = [
+            (variable, variable.numpy())
+            for variable in keras_variables.state(model)
+            if id(variable) not in updated
+            and keras_variables.is_allocated(variable)
+            and not sharded_memory.is_remote(variable)
         ]
-        self._values = [(variable, variable.numpy()) for variable in held]
 
     def leave_xla(self) -> None:
-        """Set back what the failed step has changed; the next trace is without XLA."""
+        """Restore what the failed step has changed, and trace without XLA from now on."""
         for variable, value in self._values:
             self._engine.assign(variable, value)
         self._model.jit_compile = False
 
     def explain(self, error: Exception) -> None:
-        """Say in one line why XLA is left out, once a step without it has run.
-
-        Args:
-            error: Of the first step.
-        """
+        """Warn why XLA is not used, given the error of the first step, after a step without XLA has run."""
         operation = _UNSUPPORTED.search(str(error))
         if isinstance(error, NotCompiledError):
             reason = str(error)
         else:
             reason = f"it cannot compile {operation[1]}" if operation else excerpt(str(error).strip(), 200)
-        _say(self._model, reason)
+        _warn(self._model, reason)

@@ -1,4 +1,4 @@
-"""Image classification: a small CNN or any `keras.applications` network, on digits, MNIST, CIFAR-10 or your images."""
+"""Image classification with a small CNN or any network of `keras.applications`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _WAYS_TO_CLASSES = {
 
 
 class ImageClassification(tfpar.Trainer):
-    """Train a classifier on the images that a run's `data` section names.
+    """Train a classifier on the images of a run.
 
     Args:
         run: The run.
-        strategy: Where and how a step runs.
+        strategy: The strategy.
 
     Raises:
-        ValueError: If the data carry no classes, or there is no such network, or it does not take such images.
+        ValueError: If the data have no classes, or the network is unknown or does not take such images.
 
     Example:
         >>> trainer = ImageClassification(config.load("configs/digits.toml"), tfpar.SingleDevice())
@@ -70,20 +70,20 @@ def build_model(run: config.Run, image_shape: tuple[int, ...], num_classes: int)
     """Build and compile the network of a run.
 
     Args:
-        run: The run; its `model`, `optimizer` and `training` sections are read.
-        image_shape: Height, width and channels of one image.
+        run: The run, whose `model`, `optimizer` and `training` sections are read.
+        image_shape: Height, width and channels of an image.
         num_classes: Number of classes.
 
     Returns:
-        A compiled model from `[batch, *image_shape]` to logits `[batch, num_classes]`.
+        A compiled model from images `[batch, *image_shape]` to logits `[batch, num_classes]`.
 
     Raises:
-        ValueError: If there is no such network, or it does not take such images.
+        ValueError: If the network is unknown or does not take such images.
     """
     features, images = _features(run, image_shape)
     if run.model.dropout:
         features = keras.layers.Dropout(run.model.dropout)(features)
-    # Logits in full precision: a softmax over half-precision numbers loses the small ones.
+    # Logits in float32: a softmax in half precision loses small probabilities.
     dtype = "float32" if run.training.precision.startswith("mixed_") else None
     penalty = recipe.build_penalty(run.model)
     logits = keras.layers.Dense(num_classes, kernel_regularizer=penalty, dtype=dtype, name="logits")(features)
@@ -98,15 +98,15 @@ def build_model(run: config.Run, image_shape: tuple[int, ...], num_classes: int)
 
 
 def _features(run: config.Run, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return features `[batch, features]` and the images they come from."""
+    """Return features `[batch, features]` and the input images."""
     if run.model.name == "cnn":
         return _cnn(run.model, image_shape)
-    # Replicas can normalize over the global batch; the micro-batches of a pipeline come one after the other.
+    # Replicas can normalize over the global batch; a pipeline computes one micro-batch after the other.
     return _application(run.model, image_shape, synchronized=run.strategy.kind not in ("pipeline", "hybrid"))
 
 
 def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Two convolutions, pooling, one dense layer: the network of Keras' and PyTorch's MNIST examples."""
+    """Build the network of Keras' and PyTorch's MNIST examples: two convolutions, pooling, a dense layer."""
     penalty = recipe.build_penalty(settings)
     images = keras.Input(image_shape, name="image")
     features = images
@@ -119,7 +119,7 @@ def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any
 
 
 def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchronized: bool) -> tuple[Any, Any]:
-    """Build a network of `keras.applications` with random weights, normalized over the global batch if asked for."""
+    """Build a network of `keras.applications` with random weights."""
     names = [name for name in dir(keras.applications) if name[0].isupper()]
     build = getattr(keras.applications, settings.name) if settings.name in names else None
     if build is None:
@@ -145,7 +145,7 @@ def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchr
         for kind in ("kernel", "depthwise", "pointwise"):
             if penalty is not None and f"{kind}_regularizer" in layer_config:
                 layer_config[f"{kind}_regularizer"] = penalty
-        if isinstance(layer, keras.layers.Rescaling):  # data.normalization has done it
+        if isinstance(layer, keras.layers.Rescaling):  # the data are normalized already
             layer_config |= {"scale": 1.0, "offset": 0.0}
         if isinstance(layer, keras.layers.BatchNormalization):
             layer_config["synchronized"] = synchronized

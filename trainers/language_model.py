@@ -1,4 +1,4 @@
-"""A language model: a small transformer that learns to write Python, byte by byte, from Python's own source files."""
+"""A small transformer that learns to write Python byte by byte."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tfpar.trainers import recipe
 PROMPT = b"def "
 SAMPLE_BYTES = 400
 TEMPERATURE = 0.7
-EMBEDDING_DEVIATION = 0.02  # GPT-2's; the tied projection then begins with logits near 0
+EMBEDDING_DEVIATION = 0.02  # as in GPT-2; logits of the tied projection then start near 0
 
 
 class LanguageModel(tfpar.Trainer):
-    """Train a decoder-only transformer on the bytes that a run's `data` section names.
+    """Train a decoder-only transformer on Python's own source files.
 
     Args:
         run: The run.
-        strategy: Where and how a step runs.
+        strategy: The strategy.
 
     Raises:
-        ValueError: If the run asks for another model than "transformer", for heads that do not divide its width, or
-            for other data than bytes.
+        ValueError: If the model of the run is not "transformer", its width is not a multiple of its heads, or its data
+            source is not "python_source".
 
     Example:
         >>> run = config.load("configs/language_model.toml", ["model.num_blocks=1", "data.train_split=train[:1%]"])
@@ -69,32 +69,33 @@ class LanguageModel(tfpar.Trainer):
         super().__init__(model_function, strategy, run.seed, fused=run.training.fused)
 
     def report(self, results: dict[str, float]) -> str:
-        """Say how far the model is below the entropy of single bytes, and let it write; the train command prints it.
+        """Return the cross-entropy next to the unigram entropy, and a generated sample; the train command prints it.
 
         Args:
-            results: The metrics of the run; `val_bits_per_byte`, or `bits_per_byte` where nothing was validated.
+            results: The metrics of the run: `val_bits_per_byte`, or `bits_per_byte` without validation.
         """
         validated = self.validation_data is not None
         batches = self.train_data if self.validation_data is None else self.validation_data
         batches = batches.global_batches() if isinstance(batches, data.Sharded) else batches
         entropy = python_source.unigram_entropy((inputs, labels.numpy()) for inputs, labels in batches)
-        reached = results["val_bits_per_byte" if validated else "bits_per_byte"]
-        written = self.generate(PROMPT, SAMPLE_BYTES).decode(errors="replace")
+        bits = results["val_bits_per_byte" if validated else "bits_per_byte"]
+        sample = self.generate(PROMPT, SAMPLE_BYTES).decode(errors="replace")
         printable = "".join(
-            sign if sign.isprintable() or sign == "\n" else "\N{REPLACEMENT CHARACTER}" for sign in written
+            character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}"
+            for character in sample
         )
         return (
-            f"{reached:.3f} bits per byte on the {'validation' if validated else 'training'} text; its unigram entropy "
+            f"{bits:.3f} bits per byte on the {'validation' if validated else 'training'} text; its unigram entropy "
             f"is {entropy:.3f}.\nThe model continues {PROMPT.decode()!r} (temperature {TEMPERATURE}):\n\n{printable}"
         )
 
     def generate(self, prompt: bytes, num_bytes: int, temperature: float = TEMPERATURE) -> bytes:
-        """Continue a prompt byte by byte, each drawn from the predicted distribution with the trainer's seed.
+        """Continue a prompt with bytes sampled from the predicted distribution, with the trainer's seed.
 
         Args:
-            prompt: At least one byte; the model reads the last ones, up to the length of its context.
+            prompt: At least one byte; the model reads as many of the last ones as its context is long.
             num_bytes: Number of bytes to add.
-            temperature: Above 0. Below 1, likely bytes are drawn more often than predicted; above 1, less often.
+            temperature: Divisor of the logits, above 0; below 1 favours likely bytes.
 
         Returns:
             The prompt and its continuation.
@@ -114,15 +115,15 @@ class LanguageModel(tfpar.Trainer):
         written = bytearray(prompt)
         for _ in range(num_bytes):
             seen = written[-context_bytes:]
-            # The model ignores the padding after the last byte, and one shape is traced once.
+            # Padding after the last byte has no effect on its logits, and avoids tracing for each length.
             window = np.frombuffer(seen.ljust(context_bytes, b"\0"), np.uint8).astype("int32")
             logits = predict(window[np.newaxis])[0, len(seen) - 1].numpy().astype("float64") / temperature
-            chances = np.exp(logits - logits.max())
-            written.append(generator.choice(python_source.NUM_BYTES, p=chances / chances.sum()))
+            weights = np.exp(logits - logits.max())
+            written.append(generator.choice(python_source.NUM_BYTES, p=weights / weights.sum()))
         return bytes(written)
 
     def save(self, path: str | Path) -> None:
-        """Save the model as plain Keras, compiled without the metric: Keras could not load its code from here.
+        """Save the model without its own metric, whose code plain Keras could not load.
 
         Args:
             path: As for `tfpar.Trainer.save`.
@@ -136,35 +137,31 @@ class LanguageModel(tfpar.Trainer):
 
 
 def bits_per_byte(labels: Any, logits: Any) -> Any:
-    """Return the cross-entropy of each byte in bits, the length of an ideal code by the model's predictions.
+    """Return the cross-entropy of each byte in bits, `[batch, context]`.
 
     Args:
         labels: Integers `[batch, context]`.
-        logits: `[batch, context, 256]`.
-
-    Returns:
-        Bits `[batch, context]`.
+        logits: Logits `[batch, context, 256]`.
     """
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True) / math.log(2)
 
 
 def build_model(run: config.Run, context_bytes: int) -> keras.Model:
-    """Build and compile the transformer of a run.
+    """Build and compile the transformer of a run, as a Functional model of Keras' own layers.
 
-    Normalization comes before attention and perceptron (Xiong et al., arXiv 2002.04745), positions are learned, and
-    the embedding of the bytes is also the projection to logits (Press and Wolf, arXiv 1608.05859). All layers are
-    Keras' own, in one Functional model.
+    It has pre-normalization (Xiong et al., arXiv 2002.04745), learned positions, and an embedding tied to the
+    projection to logits (Press and Wolf, arXiv 1608.05859).
 
     Args:
-        run: The run; its `model`, `optimizer` and `training` sections are read.
-        context_bytes: Bytes of one example.
+        run: The run, whose `model`, `optimizer` and `training` sections are read.
+        context_bytes: Bytes of an example.
 
     Returns:
-        A compiled model from integers `[batch, context_bytes]` to logits `[batch, context_bytes, 256]` of the bytes
-        that come next.
+        A compiled model from bytes `[batch, context_bytes]`, as integers, to logits of the next bytes
+        `[batch, context_bytes, 256]`.
     """
     settings = run.model
-    # Logits in full precision: a softmax over half-precision numbers loses the small ones.
+    # Logits in float32: a softmax in half precision loses small probabilities.
     dtype = "float32" if run.training.precision.startswith("mixed_") else None
     around_zero = keras.initializers.RandomNormal(stddev=EMBEDDING_DEVIATION)
     embedding = layers.ReversibleEmbedding(
@@ -190,7 +187,7 @@ def build_model(run: config.Run, context_bytes: int) -> keras.Model:
 
 
 def _block(settings: config.Model, features: Any, name: str) -> Any:
-    """Attention to all earlier positions, then a perceptron for each position; each adds to the features."""
+    """Add causal attention, then a perceptron, to the features."""
     penalty = recipe.build_penalty(settings)
     normalized = layers.LayerNormalization(name=f"{name}_attention_normalization")(features)
     attended = layers.MultiHeadAttention(
@@ -201,8 +198,8 @@ def _block(settings: config.Model, features: Any, name: str) -> Any:
     hidden = layers.Dense(
         4 * settings.width, activation="gelu", kernel_regularizer=penalty, name=f"{name}_perceptron_hidden"
     )(normalized)
-    found = layers.Dense(settings.width, kernel_regularizer=penalty, name=f"{name}_perceptron")(hidden)
-    return _add(settings, features, found, f"{name}_perceptron")
+    outputs = layers.Dense(settings.width, kernel_regularizer=penalty, name=f"{name}_perceptron")(hidden)
+    return _add(settings, features, outputs, f"{name}_perceptron")
 
 
 def _add(settings: config.Model, features: Any, change: Any, name: str) -> Any:

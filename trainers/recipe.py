@@ -1,4 +1,4 @@
-"""The parts that all trainer classes share: the optimizer, the penalty and the precision of a run."""
+"""What all trainer classes share: the optimizer, the weight penalty and the precision of a run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tfpar import config
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import did_you_mean
 
-# Sections and keys of a run that all trainer classes here read; of [model], each lists the keys of its networks.
+# Sections and keys of a run that all trainer classes read; each lists other keys of [model] itself.
 READS = ("seed", "data", "training", "optimizer", "model.name", "model.l1", "model.l2", "model.dropout")
 
 
 def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
-    """Build the optimizer of a run: any Keras optimizer by name and settings, with clipping, accumulation and EMA.
+    """Build the Keras optimizer of a run, with clipping, gradient accumulation and EMA.
 
     Args:
-        run: The run; its `optimizer` and `training` sections are read.
+        run: The run, whose `optimizer` and `training` sections are read.
 
     Raises:
-        ValueError: If Keras knows no such optimizer, or the optimizer no such setting.
+        ValueError: If Keras has no such optimizer, or the optimizer no such setting.
 
     Example:
         >>> build_optimizer(config.load(None, ["optimizer.name=sgd", "optimizer.settings.momentum=0.9"])).momentum
@@ -39,7 +39,7 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
         settings |= {"use_ema": True, "ema_momentum": training.ema_momentum}
         if training.ema_overwrite_frequency is not None:
             settings["ema_overwrite_frequency"] = training.ema_overwrite_frequency
-    # Not keras.optimizers.get: in Keras 3.15 it does not know Lamb.
+    # Not keras.optimizers.get, which lacks Lamb in Keras 3.15.
     classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if _is_optimizer(value)}
     if run.optimizer.name.lower() not in classes:
         raise ValueError(
@@ -58,25 +58,25 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
 
 
 def _is_optimizer(value: Any) -> bool:
-    """Return whether a value is the class of one optimizer: not the base of all, nor one that wraps others."""
+    """Return whether a value is the class of an optimizer, except the base class and wrappers of other optimizers."""
     base = keras.optimizers.Optimizer
     is_class = isinstance(value, type) and issubclass(value, base)
     return is_class and value.update_step is not base.update_step
 
 
 def _check_numbers(optimizer: keras.optimizers.Optimizer, settings: Mapping[str, Any]) -> None:
-    """Refuse words for numbers, which Keras notices in the middle of the first step only."""
+    """Raise an error if a number is text, which Keras notices only during the first step."""
     for name, parameter in inspect.signature(type(optimizer)).parameters.items():
         if isinstance(parameter.default, int | float) and isinstance(settings.get(name), str):
             raise ValueError(f"{name} is a number such as {parameter.default}.")
 
 
 def build_penalty(settings: config.Model) -> keras.regularizers.Regularizer | None:
-    """Return the L1 and L2 penalty on kernels, None without one."""
+    """Return the L1 and L2 penalty on kernels; None if both are 0."""
     return keras.regularizers.L1L2(settings.l1, settings.l2) if settings.l1 or settings.l2 else None
 
 
 def set_precision(precision: str) -> None:
-    """Let the models built from now on compute in `precision`, a Keras dtype policy."""
+    """Build later models in `precision`, a Keras dtype policy."""
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(precision)

@@ -1,4 +1,4 @@
-"""Regression: a linear model on generated rows, streamed from random numbers and never held in memory."""
+"""Linear regression on rows of numbers, which may be generated while they are read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tfpar.trainers import recipe
 
 
 class Regression(tfpar.Trainer):
-    """Fit a linear model to the rows that a run's `data` section describes.
+    """Fit a linear model to the rows of a run.
 
     Args:
         run: The run.
-        strategy: Where and how a step runs.
+        strategy: The strategy.
 
     Raises:
-        ValueError: If the run asks for another model than "linear".
+        ValueError: If the model of the run is not "linear", or its data are not rows with a number to predict.
 
     Example:
         >>> trainer = Regression(config.load("configs/regression_small.toml"), tfpar.SingleDevice())
@@ -56,11 +56,11 @@ class Regression(tfpar.Trainer):
 
 
 def build_model(run: config.Run, row_shape: tuple[int, ...]) -> keras.Model:
-    """Build and compile y = x w + b under a squared loss.
+    """Build and compile y = x w + b with a squared loss.
 
     Args:
-        run: The run; its `model`, `optimizer` and `training` sections are read.
-        row_shape: `(features,)` of one row.
+        run: The run, whose `model`, `optimizer` and `training` sections are read.
+        row_shape: `(features,)`.
 
     Returns:
         A compiled model from `[batch, features]` to `[batch, 1]`.

@@ -1,4 +1,4 @@
-"""Small datasets in the forms that people have, of what scikit-learn bundles, for the configurations of `configs/`.
+"""Small datasets of scikit-learn in common file formats, for the configurations of `configs/`.
 
     python -m tfpar.trainers.samples [folder]
 
@@ -30,10 +30,10 @@ TEST_EVERY = 6  # as the digits of tfpar.data
 
 
 def digits() -> tuple[tf.data.Dataset, tf.data.Dataset]:
-    """Return the digits for training and for testing, single examples; `configs/python.toml` names this function.
+    """Return datasets of single examples for training and testing; `configs/python.toml` names this function.
 
     Returns:
-        Two datasets of images uint8 `[8, 8, 1]` and their labels int32.
+        Two datasets of images `[8, 8, 1]`, uint8, and labels, int32.
     """
     import tensorflow as tf
 
@@ -44,11 +44,7 @@ def digits() -> tuple[tf.data.Dataset, tf.data.Dataset]:
 
 
 def write_digits(directory: Path) -> None:
-    """Write the digits as PNG images, a folder for each digit.
-
-    Args:
-        directory: The folder that `train` and `test` are made in.
-    """
+    """Write the digits as PNG images to `train` and `test` in a directory, with a folder for each digit."""
     from PIL import Image  # comes with matplotlib
 
     for number, (image, label) in enumerate(zip(*_digits(), strict=True)):
@@ -58,11 +54,7 @@ def write_digits(directory: Path) -> None:
 
 
 def write_breast_cancer(directory: Path) -> None:
-    """Write 569 rows about cells of breast tumours as CSV files, the column `diagnosis` in words.
-
-    Args:
-        directory: The folder of the files.
-    """
+    """Write 569 rows about breast tumours as CSV files; the column `diagnosis` contains words."""
     from sklearn.datasets import load_breast_cancer
 
     table = load_breast_cancer()
@@ -75,18 +67,14 @@ def write_breast_cancer(directory: Path) -> None:
 
 
 def write_diabetes(directory: Path) -> None:
-    """Write 442 rows about patients as Parquet files, with the column `progression` of their disease a year later.
-
-    Args:
-        directory: The folder of the files.
-    """
+    """Write 442 rows about diabetes patients as Parquet files; the column `progression` contains a number."""
     import pyarrow
     import pyarrow.parquet
     from sklearn.datasets import load_diabetes
 
-    found = load_diabetes(scaled=False)
-    columns = {str(name): found.data[:, place] for place, name in enumerate(found.feature_names)}
-    table = pyarrow.table({**columns, "progression": found.target})
+    patients = load_diabetes(scaled=False)
+    columns = {str(name): patients.data[:, index] for index, name in enumerate(patients.feature_names)}
+    table = pyarrow.table({**columns, "progression": patients.target})
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(NUM_FILES):
         own = table.take(list(range(number, table.num_rows, NUM_FILES)))
@@ -96,8 +84,8 @@ def write_diabetes(directory: Path) -> None:
 def _digits() -> tuple[Any, Any]:
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return (found.images * (255 / 16)).round().astype("uint8")[..., None], found.target.astype("int32")
+    table = load_digits()
+    return (table.images * (255 / 16)).round().astype("uint8")[..., None], table.target.astype("int32")
 
 
 def main(arguments: Sequence[str]) -> int:

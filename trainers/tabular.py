@@ -1,7 +1,7 @@
-"""Tables: a perceptron with hidden layers, or a linear model, for the raw columns of files.
+"""A multilayer perceptron or a linear model for tables.
 
-The preprocessing is made of Keras' own layers. It runs in the input pipeline while training, as Keras recommends: words
-cannot be sent to GPUs or between the stages of a pipeline. The saved model begins with it, and so takes raw columns.
+The preprocessing consists of Keras layers. During training it runs in the input pipeline, as Keras recommends, since
+strings cannot be sent to GPUs or between stages. The saved model contains it, and so takes raw columns.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tfpar.trainers import recipe
 
 
 class Tabular(tfpar.Trainer):
-    """Train a model of the rows of the section `data`: a classifier if labels are classes, else a regression.
+    """Train a classifier, or a regression if labels are numbers, on the rows of a run.
 
     Args:
         run: The run.
-        strategy: Where and how a step runs.
+        strategy: The strategy.
 
     Raises:
-        ValueError: If the run asks for another model than "mlp" or "linear", or its examples are no rows.
+        ValueError: If the model of the run is neither "mlp" nor "linear", or its examples are not rows.
 
     Example:
         >>> from pathlib import Path
@@ -76,7 +76,7 @@ class Tabular(tfpar.Trainer):
         super().__init__(model_function, strategy, run.seed, fused=run.training.fused)
 
     def save(self, path: str | Path) -> None:
-        """Save the model as plain Keras, with the preprocessing of a table: it takes raw columns, by their names.
+        """Save the model together with the preprocessing, so that it takes raw columns by name.
 
         Args:
             path: As for `tfpar.Trainer.save`.
@@ -100,8 +100,8 @@ def _preprocessed(batches: Any, preprocessing: keras.Model) -> Any:
 
 
 def _with_preprocessing(trained: keras.Model, preprocessing: keras.Model) -> keras.Model:
-    """Return a model of raw columns, compiled as the trained one and with its optimizer."""
-    # Without an optimizer of its own: Keras saves that of the whole, if no model inside has it too.
+    """Return a model of raw columns, compiled like the trained model and with its optimizer."""
+    # The inner model gets no optimizer, as Keras does not save an optimizer that two models share.
     network = keras.Model(trained.inputs, trained.outputs, name=trained.name)
     model = keras.Model(preprocessing.input, network(preprocessing(preprocessing.input)))
     model.compile(trained.optimizer, trained.loss, metrics=_metrics(trained.output_shape[-1] == 1))
@@ -109,17 +109,17 @@ def _with_preprocessing(trained: keras.Model, preprocessing: keras.Model) -> ker
 
 
 def build_preprocessing(columns: Sequence[Column], missing_value: float | None = None) -> keras.Model:
-    """Build the preprocessing of a table: numbers scaled, categories as one-hot vectors, joined to one row.
+    """Build the preprocessing of a table: scaled numbers and one-hot vectors, concatenated.
 
-    A category that no training row has is the first entry of its vector.
+    Categories that no training row has share the first entry of their vector.
 
     Args:
-        columns: The input columns, with what was measured on the training rows.
-        missing_value: The number for NaN; None leaves it.
+        columns: The input columns, with statistics of the training rows.
+        missing_value: The number that replaces NaN. None: leave NaN.
 
     Returns:
-        A model without weights from `{name: [batch, 1]}` to rows `[batch, channels]`: first all numbers, then the
-        vectors, in the order of the columns.
+        A model without weights from `{name: [batch, 1]}` to rows `[batch, channels]`: all numbers, then all vectors, in
+        the order of the columns.
 
     Example:
         >>> columns = [Column("x", "float32", mean=1.0, variance=4.0), Column("color", "string", vocabulary=("blue",))]
@@ -127,7 +127,7 @@ def build_preprocessing(columns: Sequence[Column], missing_value: float | None =
         >>> build_preprocessing(columns)(rows).numpy().tolist()
         [[1.0, 0.0, 1.0]]
     """
-    floatx = keras.config.floatx()  # not the compute type: large numbers do not fit into float16
+    floatx = keras.config.floatx()  # not the compute dtype, as large numbers do not fit into float16
     inputs = {column.name: keras.Input((1,), dtype=column.dtype, name=_input_name(column)) for column in columns}
     numbers = [column for column in columns if column.vocabulary is None]
     encoded = [_one_hot(column, inputs[column.name]) for column in columns if column.vocabulary is not None]
@@ -141,7 +141,7 @@ def build_preprocessing(columns: Sequence[Column], missing_value: float | None =
 
 
 def _input_name(column: Column) -> str | None:
-    """Return the name of a column, unless Keras or another layer of the saved model needs another name."""
+    """Return the name of a column, or None if it is invalid or taken by another layer of the saved model."""
     return None if "/" in column.name or column.name in ("preprocessing", "mlp", "linear") else column.name
 
 
@@ -149,7 +149,7 @@ def _one_hot(column: Column, cells: Any) -> Any:
     vocabulary = list(column.vocabulary or ())
     if column.dtype == "string":
         return keras.layers.StringLookup(vocabulary=vocabulary, output_mode="one_hot")(cells)
-    unknown = np.iinfo(np.int64).min  # not Keras' -1, which a column may hold
+    unknown = np.iinfo(np.int64).min  # not Keras' default -1, which may occur in a column
     return keras.layers.IntegerLookup(vocabulary=vocabulary, oov_token=unknown, output_mode="one_hot")(cells)
 
 
@@ -161,9 +161,9 @@ def build_model(run: config.Run, row_shape: tuple[int, ...], num_classes: int | 
     """Build and compile the model of a run.
 
     Args:
-        run: The run; its `model`, `optimizer` and `training` sections are read.
-        row_shape: `(columns,)` of one row.
-        num_classes: Number of classes; None for one number to predict.
+        run: The run, whose `model`, `optimizer` and `training` sections are read.
+        row_shape: `(columns,)`.
+        num_classes: Number of classes; None for a regression.
 
     Returns:
         A compiled model from `[batch, columns]` to logits `[batch, num_classes]`, or to numbers `[batch, 1]`.
@@ -177,7 +177,7 @@ def build_model(run: config.Run, row_shape: tuple[int, ...], num_classes: int | 
         )(features)
     if run.model.dropout:
         features = keras.layers.Dropout(run.model.dropout)(features)
-    # Full precision: a softmax over half-precision numbers loses the small ones.
+    # Logits in float32: a softmax in half precision loses small probabilities.
     dtype = "float32" if run.training.precision.startswith("mixed_") else None
     name = "number" if num_classes is None else "logits"
     outputs = keras.layers.Dense(num_classes or 1, kernel_regularizer=penalty, dtype=dtype, name=name)(features)

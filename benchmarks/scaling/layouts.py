@@ -20,7 +20,7 @@ from tfpar.pipeline import schedule
 from tfpar.pipeline.schedule.layouts import LayoutStep, Network, simulate_layout
 from tfpar.pipeline.schedule.links import Algorithm, Link
 from tfpar.pipeline.schedule.simulator import Durations
-from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.pipeline.schedule.transfer_hiding import hide_transfers
 
 NAME = "scaling"
 NUMBERS_OF_DEVICES = (8, 64, 256, 1024)
@@ -109,7 +109,7 @@ def _steps(layout: Layout, parts: Parts, algorithms: Sequence[Algorithm]) -> lis
         update_seconds=(blocks * parts.update_seconds,) * stages,
     )
     one = schedule.make("1f1b", stages, layout.num_microbatches // layout.num_replicas)
-    order = hiding_transfers(one, durations).replicated(layout.num_replicas)
+    order = hide_transfers(one, durations).replicated(layout.num_replicas)
     cut_bytes, gradient_bytes = [parts.cut_bytes] * (stages - 1), [blocks * parts.gradient_bytes] * stages
     networks = [dataclasses.replace(network, all_reduce=algorithm) for algorithm in algorithms]
     return [simulate_layout(order, durations, cut_bytes, gradient_bytes, network) for network in networks]

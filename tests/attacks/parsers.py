@@ -33,7 +33,7 @@ from tfpar.cluster.rendezvous import messages
 from tfpar.commands import command_line
 from tfpar.files import json_lines
 from tfpar.launcher import manifests
-from tfpar.launcher.line_splitter import Lines
+from tfpar.launcher.worker import Lines
 from tfpar.messages import received, suggestions
 
 MAX_SECONDS = 1.0  # of the processor

@@ -309,7 +309,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, arguments: dict[str, 
 
 
 def test_incomplete_files_of_a_crash_are_removed(trained: tfpar.Trainer, tmp_path: Path) -> None:
-    (tmp_path / "step-00000001.unfinished").write_bytes(b"half")
+    (tmp_path / ".step-00000001.npz.0123abcd.unfinished").write_bytes(b"half")
     save(trained, tfpar.Checkpoints(tmp_path), 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.npz"]
 

@@ -76,8 +76,7 @@ def test_a_link_planted_under_the_name_of_an_unfinished_file_is_not_followed(
     treasure = tmp_path / "treasure"
     treasure.write_text("gold")
     (tmp_path / "checkpoints").mkdir()
-    for name in ("step-00000001.unfinished", ".step-00000001.npz.0123abcd.unfinished"):
-        (tmp_path / "checkpoints" / name).symlink_to(treasure)
+    (tmp_path / "checkpoints" / ".step-00000001.npz.0123abcd.unfinished").symlink_to(treasure)
     save(model, tmp_path / "checkpoints", 1)
     assert treasure.read_text() == "gold"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.npz"]
@@ -109,10 +108,10 @@ def test_an_older_checkpoint_of_another_run_is_not_removed_as_the_oldest(model: 
 
 def test_all_files_of_a_folder_carry_one_identity(model: keras.Model, tmp_path: Path) -> None:
     paths = [save(model, tmp_path, step) for step in (1, 2)]
-    first, second = (file_format.run_of(path) for path in paths)
+    first, second = (file_format.read_run(path) for path in paths)
     assert first == second
     assert first
-    assert file_format.run_of(save(model, tmp_path / "other", 1)) not in (first, "", None)
+    assert file_format.read_run(save(model, tmp_path / "other", 1)) not in (first, "", None)
 
 
 # --- forged -----------------------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ def test_a_state_that_would_replace_a_method_of_a_callback_is_refused(tmp_path: 
     trainer.fit(small.data(), verbose=0, checkpoints=Checkpoints(tmp_path))
     (path,) = tmp_path.iterdir()
     forge(path, lambda state: state["callbacks"]["History.0"].update({"on_epoch_end": 3}))
-    with pytest.raises(ValueError, match=r"state of History\.0 sets 'on_epoch_end', which is no state of a callback"):
+    with pytest.raises(ValueError, match=r"state of History\.0 sets 'on_epoch_end', which is not state of a callback"):
         trainer.fit(small.data(), epochs=2, verbose=0, checkpoints=Checkpoints(tmp_path))
 
 

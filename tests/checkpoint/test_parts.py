@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import small
-from tfpar.checkpoint import Checkpoints, Position, file_format, held_copies, holders, part_files
+from tfpar.checkpoint import Checkpoints, Position, file_format, holders, part_files, remote_copies
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 Patch = pytest.MonkeyPatch
@@ -46,12 +46,12 @@ def held(monkeypatch: Patch) -> set[str]:
     """Another process, which is this one again, holds all of the model but its metrics and counters."""
     names: set[str] = set()
 
-    def hosts_of(variables: dict[str, Any]) -> dict[str, str]:
+    def remote_hosts(variables: dict[str, Any]) -> dict[str, str]:
         found = {name: HOST for name, variable in variables.items() if "dense" in name or "dropout" in name}
         names.update(found)
         return found
 
-    monkeypatch.setattr(holders, "hosts_of", hosts_of)
+    monkeypatch.setattr(holders, "remote_hosts", remote_hosts)
     return names
 
 
@@ -94,7 +94,7 @@ def test_what_some_processes_wrote_is_read_by_others(
         with monkeypatch.context() as patch:
             if by_holders:
                 patch.setattr(
-                    holders, "hosts_of", lambda variables: {name: HOST for name in variables if "dense" in name}
+                    holders, "remote_hosts", lambda variables: {name: HOST for name in variables if "dense" in name}
                 )
             work(model, tmp_path, int(model.optimizer.iterations))
             if work is not save:
@@ -136,13 +136,13 @@ def test_a_worker_without_the_disk_gets_all_parts_in_one_message(
 def test_the_state_at_the_time_of_save_is_written(
     model: keras.Model, tmp_path: Path, held: set[str], monkeypatch: Patch
 ) -> None:
-    expected, write = small.state(model), held_copies.Copies.write
+    expected, write = small.state(model), remote_copies.Copies.write
 
-    def late(copies: held_copies.Copies, prefix: str) -> list[str]:
+    def late(copies: remote_copies.Copies, prefix: str) -> list[str]:
         reset(model)
         return write(copies, prefix)
 
-    monkeypatch.setattr(held_copies.Copies, "write", late)
+    monkeypatch.setattr(remote_copies.Copies, "write", late)
     save(model, tmp_path, int(model.optimizer.iterations))
     assert not np.array_equal(small.state(model)[0], expected[0])
     restored_epoch(model, tmp_path)
@@ -181,10 +181,10 @@ def widened(layer: keras.Layer) -> keras.Layer:
 
 def test_copies_of_other_devices_are_in_the_memory_of_the_host(monkeypatch: Patch) -> None:
     """As of a GPU: a copy there would take its memory until the file is written."""
-    monkeypatch.setattr(holders, "hosts_of", lambda variables: dict.fromkeys(variables, HOST))
+    monkeypatch.setattr(holders, "remote_hosts", lambda variables: dict.fromkeys(variables, HOST))
     with tf.device("CPU:1"):
         away = keras.Variable([1.0, 2.0])
-    (copies,), _ = held_copies.copy(keras.Model(), {"weights/away": away})
+    (copies,), _ = remote_copies.copy(keras.Model(), {"weights/away": away})
     assert away.value.device.endswith("CPU:1")
     assert [tensor.device for tensor in copies.tensors.values()] == [HOST]
 
@@ -223,11 +223,11 @@ def test_a_full_disk_of_a_holder_keeps_the_checkpoint_before(
     save(model, tmp_path, 1)
     before = names(tmp_path)
 
-    def full(copies: held_copies.Copies, prefix: str) -> list[str]:
+    def full(copies: remote_copies.Copies, prefix: str) -> list[str]:
         Path(f"{prefix}.data-00000-of-00001.tempstate1").touch()
         raise tf.errors.ResourceExhaustedError(None, None, "no space")
 
-    monkeypatch.setattr(held_copies.Copies, "write", full)
+    monkeypatch.setattr(remote_copies.Copies, "write", full)
     with pytest.raises(OSError, match="No space left on device on worker 0") as raised:
         save(model, tmp_path, 2)
     assert raised.value.errno == errno.ENOSPC
@@ -275,9 +275,9 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_is_used(
     damage: Callable[[Path, Path], None],
     read_by_holders: bool,
 ) -> None:
-    of_holders = {"hosts_of": lambda variables: {name: HOST for name in variables if "dense" in name}}
+    of_holders = {"remote_hosts": lambda variables: {name: HOST for name in variables if "dense" in name}}
     with monkeypatch.context() as patch:
-        patch.setattr(holders, "hosts_of", of_holders["hosts_of"])
+        patch.setattr(holders, "remote_hosts", of_holders["remote_hosts"])
         save(model, tmp_path, 1)
         weights = model.get_weights()
         model.set_weights([weight + weight.dtype.type(1) for weight in weights])
@@ -286,7 +286,7 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_is_used(
     older, part = parts(tmp_path)
     damage(part, older)
     if read_by_holders:
-        monkeypatch.setattr(holders, "hosts_of", of_holders["hosts_of"])
+        monkeypatch.setattr(holders, "remote_hosts", of_holders["remote_hosts"])
     assert restored_epoch(model, tmp_path) == 1
     small.assert_same_state(model.get_weights(), weights)
     (line,) = capsys.readouterr().err.splitlines()

@@ -13,8 +13,8 @@ from tfpar.checks.processes import Outcome
 from tfpar.checks.report import Check
 from tfpar.cluster.gpu import gpus
 
-NO_GPUS = gpus.Found(())
-ONE_GPU = gpus.Found((gpus.Gpu("0", "GPU-1", 0, 80000),))
+NO_GPUS = gpus.VisibleGpus(())
+ONE_GPU = gpus.VisibleGpus((gpus.Gpu("0", "GPU-1", 0, 80000),))
 # A child starts TensorFlow.
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
 
@@ -76,7 +76,7 @@ def test_a_gpu_that_tensorflow_does_not_see_is_explained(outcome: Outcome, reaso
     ],
 )
 def test_a_tensorflow_that_does_not_start_is_wrong(
-    available: gpus.Found, problem: str, number: int, way_out: str
+    available: gpus.VisibleGpus, problem: str, number: int, way_out: str
 ) -> None:
     check, num_gpus = devices.seen(available, Outcome(None, problem))
     assert (check.status, num_gpus) == ("WRONG", number)
@@ -87,14 +87,14 @@ def test_a_tensorflow_that_does_not_start_is_wrong(
 def test_a_device_is_examined_alone() -> None:
     on_cpu = devices.on_device("model_tasks.step", "CPU:0", ONE_GPU)
     assert on_cpu.environment == {"CUDA_VISIBLE_DEVICES": "-1"}
-    two = gpus.Found((gpus.Gpu("3"), gpus.Gpu("GPU-8f3c1a2e")), is_users=True)
+    two = gpus.VisibleGpus((gpus.Gpu("3"), gpus.Gpu("GPU-8f3c1a2e")), is_users=True)
     task = devices.on_device("device_tasks.examine", "GPU:1", two)
     assert task.environment == {"CUDA_VISIBLE_DEVICES": "GPU-8f3c1a2e"}
     assert task.arguments == {"device": "GPU:0"}
 
 
 def test_devices_that_fail_are_not_started_with_the_others() -> None:
-    three = gpus.Found((gpus.Gpu("4"), gpus.Gpu("5"), gpus.Gpu("6")), is_users=True)
+    three = gpus.VisibleGpus((gpus.Gpu("4"), gpus.Gpu("5"), gpus.Gpu("6")), is_users=True)
     variables, names = devices.visible(["GPU:0", "GPU:2"], three)
     assert variables == {"CUDA_VISIBLE_DEVICES": "4,6"}
     assert names == {"GPU:0": "GPU:0", "GPU:2": "GPU:1"}

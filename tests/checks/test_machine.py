@@ -48,7 +48,7 @@ def test_the_driver_is_read(tmp_path: Path, module: str) -> None:
 
 
 def test_a_gpu_that_others_fill_is_slow() -> None:
-    found = gpus.Found((gpus.Gpu("0", "GPU-1", 100, 80000), gpus.Gpu("1", "GPU-2", 70000, 80000), gpus.Gpu("2")))
+    found = gpus.VisibleGpus((gpus.Gpu("0", "GPU-1", 100, 80000), gpus.Gpu("1", "GPU-2", 70000, 80000), gpus.Gpu("2")))
     assert [(check.name, check.status) for check in machine.gpu_memory(found)] == [
         ("memory of GPU 0", "ok"),
         ("memory of GPU 1", "slow"),

@@ -21,7 +21,7 @@ from tfpar.checks.processes import Outcome, started
 from tfpar.cluster.gpu import gpus
 from tfpar.messages import users_code
 
-NO_GPUS = gpus.Found(())
+NO_GPUS = gpus.VisibleGpus(())
 with_children = pytest.mark.multi_process
 ONE_STEP = {"dtype": None, "start": None}
 
@@ -85,7 +85,7 @@ def test_data_of_a_model_function_are_used(logical_cpus: list[str]) -> None:
 @pytest.mark.parametrize("name", ["build_model", "nowhere.py:build_model", "tfpar:nothing", "tests.support:"])
 def test_a_function_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"function|file"):
-        model_tasks.function_of(name)
+        model_tasks.import_function(name)
 
 
 SCRIPT = """
@@ -129,7 +129,7 @@ def test_a_script_with_settings_of_devices_and_types_is_examined(tmp_path: Path,
 def test_a_script_that_trains_when_it_is_imported_is_refused(call: str, tmp_path: Path) -> None:
     (tmp_path / "unguarded.py").write_text(SCRIPT + call)
     with pytest.raises(RuntimeError, match=r'unguarded.py.*under `if __name__ == "__main__":`'):
-        model_tasks.function_of(f"{tmp_path / 'unguarded.py'}:build_model")
+        model_tasks.import_function(f"{tmp_path / 'unguarded.py'}:build_model")
 
 
 def test_a_function_that_no_process_can_import_is_refused() -> None:
@@ -197,5 +197,5 @@ def test_a_line_without_a_known_function_has_no_name(text: str | None, tmp_path:
 def test_the_line_of_a_syntax_error_is_found_in_no_frame(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import keras\ndef build_model(:\n")
     with pytest.raises(SyntaxError) as caught:
-        model_tasks.function_of(f"{tmp_path / 'broken.py'}:build_model")
+        model_tasks.import_function(f"{tmp_path / 'broken.py'}:build_model")
     assert users_code.users_place(caught.value) == f"{tmp_path / 'broken.py'}:2"

@@ -64,7 +64,7 @@ def test_the_users_own_list_is_kept_and_nvidia_smi_adds_the_memory(tmp_path: Pat
 
 def test_a_hidden_machine_is_not_asked(tmp_path: Path) -> None:
     path = stand_ins.nvidia_smi(tmp_path, "", before=f"touch {tmp_path}/asked")
-    assert gpus.find({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}) == gpus.Found((), is_users=True)
+    assert gpus.find({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}) == gpus.VisibleGpus((), is_users=True)
     assert not (tmp_path / "asked").exists()
 
 
@@ -114,18 +114,18 @@ def test_an_nvidia_smi_that_hangs_is_not_waited_for(driver: Path, monkeypatch: p
 
 def test_a_machine_without_gpus_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "ROOT", tmp_path)
-    assert gpus.find({"PATH": "/nowhere"}) == gpus.Found(())
+    assert gpus.find({"PATH": "/nowhere"}) == gpus.VisibleGpus(())
 
 
 def test_a_list_on_a_machine_without_gpus_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "ROOT", tmp_path)
     environment = {"PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "0"}
-    assert gpus.find(environment) == gpus.Found(())
+    assert gpus.find(environment) == gpus.VisibleGpus(())
     no_devices = stand_ins.nvidia_smi(tmp_path, "No devices were found\n")
-    assert gpus.find({**environment, "PATH": no_devices}) == gpus.Found(())
+    assert gpus.find({**environment, "PATH": no_devices}) == gpus.VisibleGpus(())
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
-    assert gpus.find(environment) == gpus.Found((Gpu("0"),), is_users=True)
+    assert gpus.find(environment) == gpus.VisibleGpus((Gpu("0"),), is_users=True)
 
 
 def test_a_gpu_has_the_same_identity_in_every_process_of_its_machine(driver: Path) -> None:
@@ -138,5 +138,5 @@ def test_a_gpu_has_the_same_identity_in_every_process_of_its_machine(driver: Pat
 
 
 def test_the_search_imports_no_tensorflow() -> None:
-    program = "import sys; from tfpar.cluster import gpus; gpus.find({}); assert 'tensorflow' not in sys.modules"
+    program = "import sys; from tfpar.cluster.gpu import gpus; gpus.find({}); assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -471,7 +471,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             'data.validation_split = "all" names stored data, but data.source = "python" has none of that name',
         ),
         ([*PYTHON, "data.shard_by=file"], 'data.shard_by = "file" needs stored files, but data.source = "python"'),
-        ([*TABLE, "data.columns=['x', 'y', 'x']"], 'data.columns = ["x", "y", "x"] names one of them twice'),
+        ([*TABLE, "data.columns=['x', 'y', 'x']"], 'data.columns = ["x", "y", "x"] has a name twice'),
         (
             [*TABLE, "data.columns=['label']"],
             'data.label_key = "label" is in data.columns too, and would predict itself',

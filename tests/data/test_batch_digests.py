@@ -79,7 +79,7 @@ DRAWN: dict[str, tuple[Callable[[], tf.data.Dataset], list[bool]]] = {
 @pytest.mark.parametrize("name", DRAWN)
 def test_random_numbers_are_followed_to_the_tensors_that_they_reach(name: str) -> None:
     dataset, expected = DRAWN[name]
-    assert tf_datasets.drawn_components(dataset()) == expected
+    assert tf_datasets.random_components(dataset()) == expected
 
 
 def test_random_inputs_and_inputs_of_python_code_do_not_count() -> None:

@@ -258,7 +258,7 @@ def test_a_column_that_is_no_category_is_refused(tmp_path: Path, monkeypatch: py
     ("overrides", "message"),
     [
         (['data.category_columns=["a"]'], 'data.category_columns = ["a"] is read only from data.source table'),
-        (['data.source="table"', 'data.category_columns=["a", "a"]'], "names one of them twice"),
+        (['data.source="table"', 'data.category_columns=["a", "a"]'], "has a name twice"),
         (['data.source="table"', 'data.columns=["b"]', 'data.category_columns=["a"]'], "which is not in data.columns"),
         (
             ['data.source="table"', 'data.category_columns=["label"]', "data.num_classes=3"],

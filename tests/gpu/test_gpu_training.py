@@ -18,7 +18,7 @@ from tests.support.device_placement import read_placement
 from tfpar import cluster
 from tfpar.engines.steps import launched_steps
 from tfpar.engines.steps.batches_ahead import BatchesAhead, StepBatch
-from tfpar.loops.model_function import model_of
+from tfpar.loops.model_function import make_model
 from tfpar.loops.preparation import Preparation
 from tfpar.strategies.mirrored import AllReduce
 
@@ -81,7 +81,7 @@ def test_each_batch_enters_its_devices_while_the_step_before_runs(
 ) -> None:
     monkeypatch.setattr(launched_steps, "suits", lambda devices: True)
     made = SPLITTING[strategy](gpus)
-    model = model_of(small.build_model, made, 0)
+    model = make_model(small.build_model, made, 0)
     epoch_iterator, loop = Preparation(model, made).prepare_loop(small.data(), None, "train")
     assert isinstance(loop, launched_steps.LaunchedSteps)
     function = loop.launch(epoch_iterator.upcoming).get_concrete_function(*[epoch_iterator.upcoming] * 2)

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from tfpar.launcher import hosts
-from tfpar.launcher.worker import environment_of
+from tfpar.launcher.worker import worker_environment
 
 
 def test_every_host_starts_an_equal_part_in_the_order_of_the_hosts() -> None:
@@ -39,7 +39,7 @@ def test_this_host_is_found_by_its_address() -> None:
             None,
             2,
             4000,
-            rf"{socket.gethostname()}, and none of .* with --host\.",
+            rf"{socket.gethostname()}, and none of .* Set --host to",
         ),
         ("127.0.0.1,127.0.0.2", None, 2, 4000, "and 127.0.0.1 and 127.0.0.2 of"),
         ("no such host.invalid,b", None, 2, 4000, "and none of"),
@@ -54,6 +54,6 @@ def test_hosts_that_cannot_share_the_workers_are_refused(
 
 def test_no_secret_is_created_for_several_hosts_and_that_of_the_user_is_kept() -> None:
     addresses = ["10.0.0.1:1", "10.0.0.2:1"]
-    assert "TFPAR_JOB_SECRET" not in environment_of(1, addresses, 1, "", {}, None, 1)
+    assert "TFPAR_JOB_SECRET" not in worker_environment(1, addresses, 1, "", {}, None, 1)
     given = {"TFPAR_JOB_SECRET": "0123456789abcdef"}
-    assert environment_of(1, addresses, 1, "", given, None, 1)["TFPAR_JOB_SECRET"] == "0123456789abcdef"
+    assert worker_environment(1, addresses, 1, "", given, None, 1)["TFPAR_JOB_SECRET"] == "0123456789abcdef"

@@ -12,10 +12,9 @@ from absl.testing import flagsaver
 
 from tfpar import launch
 from tfpar.launcher import job, stop_signals
-from tfpar.launcher.line_splitter import Lines
 from tfpar.launcher.log_output import Sink
 from tfpar.launcher.stop_signals import StopSignals
-from tfpar.launcher.worker import cores_of, environment_of
+from tfpar.launcher.worker import Lines, worker_cores, worker_environment
 
 
 @pytest.mark.parametrize(
@@ -55,15 +54,15 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
 def test_cores_are_apart_where_there_are_enough(
     num_workers: int, cores_per_worker: int, available: list[int], expected: list[list[int]]
 ) -> None:
-    assert [cores_of(rank, num_workers, cores_per_worker, available) for rank in range(num_workers)] == expected
+    assert [worker_cores(rank, num_workers, cores_per_worker, available) for rank in range(num_workers)] == expected
 
 
 def test_the_environment_of_a_worker_keeps_the_users_variables() -> None:
     given = {"PATH": "/bin", "TF_NUM_INTRAOP_THREADS": "3"}
-    environment = environment_of(1, ["127.0.0.1:1", "127.0.0.1:2"], 4, "new", given)
+    environment = worker_environment(1, ["127.0.0.1:1", "127.0.0.1:2"], 4, "new", given)
     assert environment["TFPAR_JOB_SECRET"] == "new"
     own = {"TFPAR_JOB_SECRET": "own"}
-    assert environment_of(0, ["127.0.0.1:1"], 4, "new", own)["TFPAR_JOB_SECRET"] == "own"
+    assert worker_environment(0, ["127.0.0.1:1"], 4, "new", own)["TFPAR_JOB_SECRET"] == "own"
     assert environment["PATH"] == "/bin"
     assert environment["PYTHONUNBUFFERED"] == "1"
     assert environment["TF_NUM_INTRAOP_THREADS"] == "3"
@@ -125,15 +124,15 @@ def test_after_a_full_disk_no_output_is_buffered() -> None:
 def test_the_command_of_a_worker(tmp_path: Path) -> None:
     script = str(tmp_path / "own.py")
     Path(script).touch()
-    assert launch.worker_words([]) == ["-m", "tfpar.train"]
-    assert launch.worker_words(["--config", "a.toml"]) == ["-m", "tfpar.train", "--config", "a.toml"]
-    assert launch.worker_words(["-m", "own.module", "--x"]) == ["-m", "own.module", "--x"]
-    assert launch.worker_words([script, "--x"]) == [script, "--x"]
+    assert launch.worker_arguments([]) == ["-m", "tfpar.train"]
+    assert launch.worker_arguments(["--config", "a.toml"]) == ["-m", "tfpar.train", "--config", "a.toml"]
+    assert launch.worker_arguments(["-m", "own.module", "--x"]) == ["-m", "own.module", "--x"]
+    assert launch.worker_arguments([script, "--x"]) == [script, "--x"]
     for wrong in (["own"], ["-m"], ["-c", "pass"]):
         with pytest.raises(ValueError, match=r"After -- comes a flag of tfpar.train such as --config"):
-            launch.worker_words(wrong)
+            launch.worker_arguments(wrong)
     with pytest.raises(ValueError, match=r"missing\.py: there is no such file in .*Give the path of the script\."):
-        launch.worker_words(["missing.py"])
+        launch.worker_arguments(["missing.py"])
 
 
 GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"

@@ -79,7 +79,7 @@ def _settings(activation: str = "tanh", dtype: str | None = None, **compilation:
 
 def _compiled(model: keras.Model, **compilation: Any) -> str:
     model.compile(**{"optimizer": keras.optimizers.Adam(0.1), "loss": "mse", **compilation})
-    return equal_workers.settings_of(model)
+    return equal_workers.describe_settings(model)
 
 
 class Chief(TwoWorkers):

@@ -260,7 +260,7 @@ def test_seek_moves_to_the_position_of_another_process(taken: int, steps_per_epo
 
 
 def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(ValueError, match="A dataset must yield at least one batch, and this one is empty"):
+    with pytest.raises(ValueError, match="A dataset must yield at least one batch, but this one is empty"):
         EpochIterator(Distributed(tf.data.Dataset.range(0)))
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import made_up_gpus, parity_cases, stand_ins
-from tfpar.loops.memory_errors import sentence_of
+from tfpar.loops.memory_errors import explain
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -27,26 +27,24 @@ def test_the_memory_that_other_processes_use_is_named(tmp_path: Path, monkeypatc
     made_up_gpus.install(monkeypatch, [1, 1])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", stand_ins.nvidia_smi(tmp_path, stand_ins.table(2, used_mib=80_000)))
-    assert sentence_of(
-        error(f"OOM when allocating tensor with shape[8,4] and type float on {PLACE} [[{{node x}}]]")
-    ) == (
+    assert explain(error(f"OOM when allocating tensor with shape[8,4] and type float on {PLACE} [[{{node x}}]]")) == (
         "GPU:1 must have memory for the step, and a tensor of shape [8,4] and type float could not be allocated. "
-        "nvidia-smi reports 80,000 of 81,559 MiB in use, by all processes. Use a smaller batch, "
-        "gradient_accumulation_steps with it, or a pipeline, whose devices hold a stage each, or end other processes "
-        "on the GPU."
+        "nvidia-smi reports 80,000 of 81,559 MiB in use, by all processes. Use a smaller batch with "
+        "gradient_accumulation_steps, or a pipeline, in which each device holds one stage, or end other processes on "
+        "the GPU."
     )
 
 
 @pytest.mark.parametrize("message", ["Out of memory while trying to allocate 99 bytes.", "failed to allocate memory"])
 def test_messages_without_a_tensor_are_known_too(message: str) -> None:
-    sentence = sentence_of(error(message))
+    sentence = explain(error(message))
     assert sentence is not None
     assert sentence.startswith("A device must have memory for the step, and an operation could not allocate it. Use a")
 
 
 def test_other_errors_are_not() -> None:
-    assert sentence_of(error("run/events.v2; No space left on device")) is None
-    assert sentence_of(ValueError("OOM when allocating")) is None
+    assert explain(error("run/events.v2; No space left on device")) is None
+    assert explain(ValueError("OOM when allocating")) is None
 
 
 @pytest.mark.extended

@@ -18,7 +18,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support.parity_cases import batches, classifier
 from tests.support.small import STRATEGIES
-from tfpar._compat.random_numbers import typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -97,7 +97,7 @@ def test_a_loss_may_draw_at_random() -> None:
 
 
 def test_data_that_another_thread_augments_during_a_trial_are_random() -> None:
-    with typical_draws.typical_draws() as drawn, ThreadPoolExecutor(1) as thread:
+    with fixed_random_ops.fixed() as drawn, ThreadPoolExecutor(1) as thread:
         assert len(set(keras.random.uniform((4,)).numpy())) == 1
         assert len(set(thread.submit(lambda: tf.random.uniform((4,))).result().numpy())) == 4
     assert drawn == {"uniform"}

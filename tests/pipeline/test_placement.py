@@ -38,6 +38,20 @@ def test_weights_and_optimizer_state_live_on_the_device_of_their_stage(tmp_path:
     assert_same_state(state(again.model), state(trainer.model))
 
 
+def test_slots_of_another_shape_live_with_their_weight() -> None:
+    def build() -> keras.Model:
+        model = deep()
+        model.compile(keras.optimizers.Adafactor(), crossentropy())
+        return model
+
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(3, 2, balance=[1, 2, 1]), seed=0)
+    trainer.fit(labelled(), verbose=0)
+    optimizer = trainer.model.optimizer
+    for slots in (optimizer._r, optimizer._c, optimizer._v):
+        for weight, slot in zip(trainer.model.trainable_variables, slots, strict=True):
+            assert slot.value.device == weight.value.device, slot.path
+
+
 def _homes(model: keras.Model, homes: dict[str, int]) -> int:
     """Check on which device each variable of a layer is, and return how many there are."""
     count = 0

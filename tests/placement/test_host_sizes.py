@@ -14,7 +14,7 @@ import tfpar
 from tests.support import placement_cases, small
 from tests.support.extent import sampled
 from tfpar import host_sizes
-from tfpar.pipeline.stages.shards import on_devices, requested_device
+from tfpar.pipeline.stages.shards import replace_devices, requested_device
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -123,5 +123,5 @@ def test_the_host_is_that_of_the_process_of_the_gpu() -> None:
     operations = tf.compat.v1.GraphDef()
     operations.node.add(name="sizes", device=f"{of_second}CPU:0")
     of_first = of_second.replace("task:1", "task:0")
-    moved = on_devices(operations, [f"{of_second}GPU:0"], [f"{of_first}GPU:0"])
+    moved = replace_devices(operations, [f"{of_second}GPU:0"], [f"{of_first}GPU:0"])
     assert moved.node[0].device == f"{of_first}CPU:0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tfpar.placement.owners import choose_owners, homes, num_bytes
+from tfpar.placement.owners import choose_owners, num_bytes, placements
 
 
 def weights(*sizes: int) -> list[keras.Variable]:
@@ -38,8 +38,8 @@ def test_trained_weights_of_a_stage_are_divided_and_sharded_weights_for_the_whol
     layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
     model = keras.Sequential([keras.Input((8,)), *layers])
     stages = {id(variable): stage for stage, layer in enumerate(layers) for variable in layer.variables}
-    of_stages = homes(model, stages, 2)
+    of_stages = placements(model, stages, 2)
     assert [of_stages[id(variable)].owner for variable in model.variables] == [0, 1, 0, 1, 0, 0, 0, 1]
     assert [of_stages[id(variable)].stage for variable in model.variables] == [0, 0, 1, 1, 1, 1, 2, 2]
-    sharded = homes(model, stages, 2, shards_weights=True)
+    sharded = placements(model, stages, 2, shards_weights=True)
     assert sharded[id(layers[1].moving_mean)].owner == sharded[id(layers[2].kernel)].owner == 1

@@ -72,11 +72,11 @@ def fails_later() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: small.data().take(0), ValueError, "A dataset must yield at least one batch, and this one is empty"),
+        (lambda: small.data().take(0), ValueError, "A dataset must yield at least one batch, but this one is empty"),
         (lambda: cases.generate(times=0), ValueError, "must yield at least one batch"),
         (lambda: (FEATURES[:0], LABELS[:0]), ValueError, "hold no examples"),
         (lambda: cases.dataset(FEATURES, LABELS).map(lambda *batch: tfpar.data.take_rows(batch, 0, 0)), ValueError,
-         "the first batch, which must hold at least one example, and it is empty"),
+         "the first batch, which must hold at least one example, but it is empty"),
         (lambda: small.data().unbatch(), ValueError, "must be a batch"),
         (lambda: FEATURES, ValueError, "needs targets, and the data yields inputs alone"),
         (lambda: (), ValueError, r"A tuple of arrays must be \(inputs,\), .*received a tuple of 0"),

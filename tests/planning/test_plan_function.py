@@ -119,7 +119,7 @@ def test_a_model_that_cannot_be_cut_is_planned_without_pipelines(
     [
         ({"budget_seconds": 0}, ValueError, "budget_seconds must be above 0 and at most 86400 .*received 0"),
         ({"budget_seconds": "45"}, TypeError, "budget_seconds must be a number of seconds, received '45'. Write 60"),
-        ({"build_model": 3}, TypeError, "pass the function that builds it"),
+        ({"build_model": 3}, TypeError, "Pass the function itself"),
         ({"devices": ["CPU:9"]}, ValueError, "devices must name different devices"),
     ],
 )

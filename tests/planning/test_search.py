@@ -12,9 +12,8 @@ from tfpar.layout import Layout
 from tfpar.planning.candidates import candidates, not_considered
 from tfpar.planning.fitting import least_bytes
 from tfpar.planning.model_facts import ModelFacts
-from tfpar.planning.order import relative_step
 from tfpar.planning.plan import Devices, Measured, Plan
-from tfpar.planning.search import OUT_OF_MEMORY, Failed, Search
+from tfpar.planning.search import OUT_OF_MEMORY, Failed, Search, relative_step
 
 FACTS = ModelFacts("mlp", 100, 64, 400, (200, 100, 50, 50), 800, num_blocks=5, divides_layers=True)
 WHOLE = dataclasses.replace(FACTS, num_blocks=0, divides_layers=False, uncut="It draws")
@@ -98,7 +97,7 @@ def test_what_cannot_fit_is_dropped_with_its_bytes_and_is_not_measured() -> None
     # One device is measured, as the fewest bytes of a layout are no peak.
     plan = machine.plan(devices=Devices("GPU", 2, memory_bytes=1400))
     assert machine.measured[:2] == [ONE, Layout(2, shard="optimizer")]
-    assert reasons(plan) == {"Mirrored(2)": "needs at least 1.60 kB of the 1.40 kB there"}
+    assert reasons(plan) == {"Mirrored(2)": "needs at least 1.60 kB, a device has 1.40 kB"}
 
 
 def test_a_layout_out_of_memory_is_named_and_the_others_are_measured() -> None:

@@ -26,7 +26,7 @@ def plan_of(facts: ModelFacts = FACTS, kind: str = "GPU", memory_bytes: int | No
         Layout(): Measured((0.76, 0.764, 0.77)),
     }
     others = [
-        NotMeasured(Layout(4), "needs at least 42.0 GB of the 40.0 GB there"),
+        NotMeasured(Layout(4), "needs at least 42.0 GB, a device has 40.0 GB"),
         *(NotMeasured(Layout(1, 4, number), "the budget of 45 s was spent") for number in range(4, 12)),
     ]
     devices = Devices(kind, 4, memory_bytes=memory_bytes)
@@ -47,13 +47,13 @@ def test_the_text_has_what_was_measured_in_80_columns() -> None:
 
 def test_a_layout_that_was_not_measured_has_a_reason_and_no_step() -> None:
     words = " ".join(str(plan_of()).split())
-    assert "Not measured: Mirrored(4) (needs at least 42.0 GB of the 40.0 GB there)." in words
+    assert "Not measured: Mirrored(4) (needs at least 42.0 GB, a device has 40.0 GB)." in words
     assert "Pipeline(4, 9), 2 more (the budget of 45 s was spent)." in words
     assert "Not considered: gpipe (no)." in words
     table = json.loads(plan_of().to_json())
     assert table["not_measured"][0] == {
         "layout": "Mirrored(4)",
-        "reason": "needs at least 42.0 GB of the 40.0 GB there",
+        "reason": "needs at least 42.0 GB, a device has 40.0 GB",
     }
     assert all(set(row) == {"layout", "reason"} for row in table["not_measured"])
 
@@ -62,8 +62,8 @@ def test_a_layout_that_was_not_measured_has_a_reason_and_no_step() -> None:
     ("change", "said"),
     [
         ({"facts": dataclasses.replace(FACTS, normalizing=("norm",))}, "norm: normalizes each part of a batch"),
-        ({"facts": dataclasses.replace(FACTS, wait_seconds=0.5)}, "The next batch takes 500 ms to read, longer than"),
-        ({"kind": "CPU"}, "Logical CPUs share the cores and the memory of one machine"),
+        ({"facts": dataclasses.replace(FACTS, wait_seconds=0.5)}, "Reading a batch takes 500 ms, longer than"),
+        ({"kind": "CPU"}, "Logical CPUs share the cores and memory of one machine"),
     ],
     ids=["normalization", "data", "logical CPUs"],
 )  # fmt: skip

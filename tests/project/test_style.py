@@ -156,7 +156,7 @@ def public_names() -> tuple[set[str], set[str], set[str]]:
         for alias in line.names
     }
     assert len(assigned["__all__"]) == len(set(assigned["__all__"]))
-    return set(assigned["__all__"]), set(assigned["_HOMES"]), typed
+    return set(assigned["__all__"]), set(assigned["_MODULES"]), typed
 
 
 def test_every_public_name_is_imported_lazily_and_for_type_checkers() -> None:

@@ -1,4 +1,4 @@
-"""Losses and metrics over scores of classes in pieces: Keras' values, without the whole tensor."""
+"""Losses and metrics over scores of classes in shards: Keras' values, without the whole tensor."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_model
 from tfpar.reduction.vocabulary import gathered_classes, vocabulary_losses
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -18,7 +18,7 @@ SIZES = [3, 1, 5]
 DEVICES = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
 CLASSES = sum(SIZES)
 LOGITS = 5 * np.random.default_rng(0).normal(size=(4, 6, CLASSES))
-LOGITS[0, 0] = [1, 2, 2, 2, 0, 2, 1, 0, 0]  # equal largest values, in all pieces
+LOGITS[0, 0] = [1, 2, 2, 2, 0, 2, 1, 0, 0]  # equal largest values, in all shards
 LABELS = np.random.default_rng(1).integers(0, CLASSES, (4, 6))
 PARTS = np.random.default_rng(2).dirichlet(np.ones(CLASSES), (4, 6))
 
@@ -50,11 +50,11 @@ def float64() -> Iterator[None]:
     keras.config.set_floatx("float32")
 
 
-def in_pieces(logits: tf.Tensor, whole: tf.Tensor | None = None) -> tf.Tensor:
-    """A tensor noted in pieces; `whole` in place of their concatenation shows whether something reads it."""
-    pieces = tf.split(logits, SIZES, -1)
-    concatenated = tf.concat(pieces, -1) if whole is None else tf.identity(whole)
-    return gathered_classes.note_pieces(concatenated, ClassPieces(pieces, DEVICES))
+def in_shards(logits: tf.Tensor, whole: tf.Tensor | None = None) -> tf.Tensor:
+    """A tensor noted in shards; `whole` in place of their concatenation shows whether something reads it."""
+    shards = tf.split(logits, SIZES, -1)
+    concatenated = tf.concat(shards, -1) if whole is None else tf.identity(whole)
+    return gathered_classes.note_shards(concatenated, ClassShards(shards, DEVICES))
 
 
 def targets_of(name: str) -> np.ndarray:
@@ -68,8 +68,8 @@ def values_and_gradients(name: str, loss: Any, noted: bool) -> list[np.ndarray]:
     @tf.function(input_signature=[tf.TensorSpec([None, 6, CLASSES], dtype)])
     def compute(logits: tf.Tensor) -> Any:
         wrong = None if name in GATHER else tf.zeros_like(logits)
-        with gathered_classes.read_in_pieces():
-            outputs = activation(in_pieces(logits, wrong) if noted else logits)
+        with gathered_classes.reading_shards():
+            outputs = activation(in_shards(logits, wrong) if noted else logits)
             value = loss(tf.constant(targets_of(name)), keras_model.with_mask(outputs, None) if noted else outputs)
         return value, tf.gradients(value, logits)[0]
 
@@ -95,8 +95,8 @@ def test_metrics_are_those_of_keras(name: str) -> None:
 
     @tf.function
     def update() -> None:
-        with gathered_classes.read_in_pieces():
-            metrics[0].update_state(targets, in_pieces(logits, tf.zeros_like(logits)), weights)
+        with gathered_classes.reading_shards():
+            metrics[0].update_state(targets, in_shards(logits, tf.zeros_like(logits)), weights)
         metrics[1].update_state(targets, logits, weights)
 
     update()
@@ -108,8 +108,8 @@ def test_logits_in_half_precision_are_read_in_the_precision_of_the_loss() -> Non
 
     @tf.function
     def compute() -> Any:
-        with gathered_classes.read_in_pieces():
-            return [loss(tf.constant(LABELS), one) for one in (in_pieces(half, tf.zeros_like(half)), half)]
+        with gathered_classes.reading_shards():
+            return [loss(tf.constant(LABELS), one) for one in (in_shards(half, tf.zeros_like(half)), half)]
 
     np.testing.assert_allclose(*compute(), rtol=1e-6)
 
@@ -117,8 +117,8 @@ def test_logits_in_half_precision_are_read_in_the_precision_of_the_loss() -> Non
 def test_a_label_outside_of_the_vocabulary_is_an_error_as_in_keras() -> None:
     @tf.function
     def compute(labels: tf.Tensor) -> tf.Tensor:
-        with gathered_classes.read_in_pieces():
-            return LOSSES["sparse"](labels, in_pieces(tf.constant(LOGITS, tf.float32)))
+        with gathered_classes.reading_shards():
+            return LOSSES["sparse"](labels, in_shards(tf.constant(LOGITS, tf.float32)))
 
     for label in (-1, CLASSES):
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"{label} is not in"):
@@ -130,8 +130,8 @@ def test_ignored_positions_pass_no_gradient_of_logits_that_are_not_finite() -> N
 
     @tf.function
     def compute() -> Any:
-        with gathered_classes.read_in_pieces():
-            value = LOSSES["sparse, ignore_class"](tf.constant(LABELS), in_pieces(logits))
+        with gathered_classes.reading_shards():
+            value = LOSSES["sparse, ignore_class"](tf.constant(LABELS), in_shards(logits))
         return value, tf.gradients(value, logits)[0]
 
     assert (LABELS == 2).any()
@@ -140,17 +140,17 @@ def test_ignored_positions_pass_no_gradient_of_logits_that_are_not_finite() -> N
 
 def test_large_logits_lose_no_precision() -> None:
     logits = tf.constant(1e4 + np.round(LOGITS, 1), tf.float32)
-    pieces = ClassPieces(tf.split(logits, SIZES, -1), DEVICES)
-    found = vocabulary_losses.sparse_losses(tf.constant(LABELS), pieces)
+    shards = ClassShards(tf.split(logits, SIZES, -1), DEVICES)
+    found = vocabulary_losses.sparse_losses(tf.constant(LABELS), shards)
     expected = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.constant(LABELS), logits)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    labels = ClassPieces(tf.split(tf.constant(PARTS, tf.float32), SIZES, -1), DEVICES)
+    labels = ClassShards(tf.split(tf.constant(PARTS, tf.float32), SIZES, -1), DEVICES)
     expected = tf.nn.softmax_cross_entropy_with_logits(tf.constant(PARTS, tf.float32), logits)
-    np.testing.assert_allclose(vocabulary_losses.dense_losses(labels, pieces), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(vocabulary_losses.dense_losses(labels, shards), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("float64")
-def test_gradients_of_pieces_of_more_elements_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_shards_of_more_elements_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     expected = values_and_gradients("sparse", loss, noted=False)
     monkeypatch.setattr(vocabulary_losses, "MOST_INDICES", 1)

@@ -189,7 +189,7 @@ def _in_order(table: Any, tokens: Any) -> Any:
 def test_rows_of_neither_an_example_nor_the_batch_are_added_as_a_dense_gradient(
     strategy: Callable[[], tfpar.Strategy],
 ) -> None:
-    with pytest.warns(UserWarning, match=r"gradient of '.*table' is added .* as a dense tensor"):
+    with pytest.warns(UserWarning, match=r"gradient of '.*table' is summed as a dense tensor"):
         small.assert_trains_as_one_device(
             with_rows(_in_order, lambda: optimizers.SGD(0.1, 0.9)), tokens, strategy, epochs=1
         )
@@ -359,7 +359,7 @@ def test_rows_of_several_lookups_are_added_as_a_dense_gradient_eagerly() -> None
     def build() -> keras.Model:
         return parity_cases.lookups(lambda: optimizers.SGD(0.1), run_eagerly=True)
 
-    with pytest.warns(UserWarning, match=r"gradient of '.*table' is added .* as a dense tensor"):
+    with pytest.warns(UserWarning, match=r"gradient of '.*table' is summed as a dense tensor"):
         small.assert_trains_as_one_device(build, tokens, epochs=1)
 
 

@@ -136,7 +136,7 @@ def _keras_loss(losses: Any, weights: Any, mask: Any, name: str) -> tf.Tensor:
 
 
 def test_a_scalar_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="a loss must return one value per example, and this one returned a scalar"):
+    with pytest.raises(ValueError, match="a loss must return one value per example, received a scalar"):
         reduce_loss(tf.constant(1.0), None, None, "sum", "float32")
 
 

@@ -111,7 +111,7 @@ UNKNOWN: dict[str, Callable[[Any], Any]] = {
 }
 TABLE = [
     (kind, name, rows)
-    for kind, of_kind in (("listed", LISTED), ("shared", SHARED), ("equal", EQUAL), (None, UNKNOWN))
+    for kind, of_kind in (("concat", LISTED), ("merge", SHARED), ("sum", EQUAL), (None, UNKNOWN))
     for name, rows in of_kind.items()
 ]
 
@@ -125,19 +125,19 @@ def test_the_kind_follows_from_the_operations(kind: str | None, rows: Callable[[
 
 def test_row_numbers_in_a_variable_are_shared() -> None:
     numbers = tf.Variable([1, 2])
-    assert kinds(lambda tokens: tf.convert_to_tensor(numbers)) == ["shared"]
+    assert kinds(lambda tokens: tf.convert_to_tensor(numbers)) == ["merge"]
 
 
 def test_joined_row_numbers_keep_their_kinds() -> None:
-    assert kinds(lambda tokens: tf.concat([tf.reshape(tokens, [-1]), [3]], 0)) == ["listed", "equal"]
+    assert kinds(lambda tokens: tf.concat([tf.reshape(tokens, [-1]), [3]], 0)) == ["concat", "sum"]
 
 
 RAGGED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "values": ("listed", lambda tokens: tokens.flat_values),
-    "padded": ("listed", lambda tokens: tokens.to_tensor()),
-    "places of the longest": ("shared", lambda tokens: places(tokens.to_tensor())),
-    "places up to the largest length": ("shared", lambda tokens: tf.range(tf.reduce_max(tokens.row_lengths()))),
-    "places of each": ("listed", lambda tokens: tf.ragged.range(tokens.row_lengths()).flat_values),
+    "values": ("concat", lambda tokens: tokens.flat_values),
+    "padded": ("concat", lambda tokens: tokens.to_tensor()),
+    "places of the longest": ("merge", lambda tokens: places(tokens.to_tensor())),
+    "places up to the largest length": ("merge", lambda tokens: tf.range(tf.reduce_max(tokens.row_lengths()))),
+    "places of each": ("concat", lambda tokens: tf.ragged.range(tokens.row_lengths()).flat_values),
 }
 
 
@@ -148,7 +148,7 @@ def test_the_kind_of_rows_of_ragged_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), [("listed", lambda tokens: tokens // 2), ("shared", places)], ids=["listed", "shared"]
+    ("kind", "rows"), [("concat", lambda tokens: tokens // 2), ("merge", places)], ids=["concat", "merge"]
 )
 def test_the_kind_is_that_of_a_function_that_xla_compiles(kind: str, rows: Callable[[Any], Any]) -> None:
     assert kinds(rows, jit_compile=True) == [kind]

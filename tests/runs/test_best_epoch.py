@@ -11,7 +11,7 @@ from tests.support import command
 from tests.support.command import metrics, settings
 from tfpar.loops.callback_list import wants_single_batches, writes_files
 from tfpar.reports import events
-from tfpar.runs.best_model import BestModel
+from tfpar.runs.callback_settings import BestModel
 
 # Two steps an epoch; from the fifth epoch on the weights go away from the minimum again.
 OWN = """

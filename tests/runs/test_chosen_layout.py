@@ -58,7 +58,7 @@ def plan_of(*layouts: Layout) -> Plan:
 
 def store(plan: Plan, *overrides: str) -> None:
     """Store a plan as an earlier command of the planner would have."""
-    stored_plans.store(stored_plans.path_of(config.load(None, [*SMALL, *overrides]), DEVICES), plan.to_json())
+    stored_plans.store(stored_plans.plan_path(config.load(None, [*SMALL, *overrides]), DEVICES), plan.to_json())
 
 
 def train(call: command.InProcess, directory: str, *overrides: str) -> command.Outcome:
@@ -68,7 +68,7 @@ def train(call: command.InProcess, directory: str, *overrides: str) -> command.O
 @pytest.fixture
 def never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process measures a plan."""
-    monkeypatch.setattr("tfpar.runs.planning.plan_run.plan_of", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr("tfpar.runs.planning.plan_run.make_plan", lambda *_: pytest.fail("it was measured"))
 
 
 def by_hand(layout: Layout) -> list[str]:
@@ -115,7 +115,7 @@ def test_a_run_in_which_no_layout_trains_is_refused(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = dataclasses.replace(plan_of(), others=(NotMeasured(Layout(), "ran out of memory"),))
-    monkeypatch.setattr("tfpar.runs.planning.plan_run.plan_of", lambda *_: empty)
+    monkeypatch.setattr("tfpar.runs.planning.plan_run.make_plan", lambda *_: empty)
     refused = train(call, "run", AUTO)
     assert refused.code == 1
     assert "needs a layout that trains, and none did (SingleDevice: ran out of memory)" in refused.err
@@ -161,7 +161,7 @@ def test_a_stored_plan_is_for_one_model_batch_devices_and_versions(
     monkeypatch.chdir(tmp_path)
 
     def path(*overrides: str, devices: PlanDevices = DEVICES, num_workers: int = 1) -> Path:
-        return stored_plans.path_of(config.load(None, overrides), devices, num_workers)
+        return stored_plans.plan_path(config.load(None, overrides), devices, num_workers)
 
     assert path("training.epochs=3", "strategy.kind=single_device", "callbacks.tensorboard=false") == path()
     assert path("training.global_batch_size=8") != path()
@@ -198,5 +198,5 @@ def test_a_plan_is_for_the_devices_that_are_there(
 
 def test_more_devices_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfpar.cluster.configured_devices", lambda devices: ["GPU:0", "GPU:1"])
-    with pytest.raises(ValueError, match=r"at most 2, the devices that are there .*run it on the machine that has"):
+    with pytest.raises(ValueError, match=r"at most 2, the number of devices here .*run it on the machine that has"):
         planned_devices(config.Auto(), 4)

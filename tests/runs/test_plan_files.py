@@ -14,7 +14,7 @@ from tfpar.layout import Layout
 from tfpar.planning.model_facts import ModelFacts
 from tfpar.planning.plan import Devices, Measured, Plan, ranked
 from tfpar.runs.planning.plan_devices import PlanDevices
-from tfpar.runs.planning.plan_files import command_of, with_strategy, write
+from tfpar.runs.planning.plan_files import train_command, with_strategy, write
 
 ONE, TWO = Layout(), Layout(2)
 GPUS = PlanDevices(("GPU:0", "GPU:1"))
@@ -43,7 +43,7 @@ def test_the_command_gives_the_layout_of_the_plan(
     file.write_text(f"[strategy]\n{section}\n" if section else "")
     plan = plan_of(layout)
     assert plan.best is not None
-    words = shlex.split(command_of(plan, str(file), override))
+    words = shlex.split(train_command(plan, str(file), override))
     overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
     assert words[:5] == ["python", "-m", "tfpar.train", "--config", str(file)]
     assert config.load(file, overrides) == with_strategy(config.load(file, override), plan.best.settings)
@@ -65,7 +65,7 @@ def test_a_run_makes_the_logical_cpus_that_the_plan_used(
     layout: Layout, devices: PlanDevices, number: int | None, tmp_path: Path
 ) -> None:
     plan = plan_of(layout, devices)
-    words = shlex.split(command_of(plan, None, []))
+    words = shlex.split(train_command(plan, None, []))
     assert [word for word in words if "num_logical_cpus" in word] == (
         [] if number is None else [f"strategy.num_logical_cpus={number}"]
     )

@@ -15,7 +15,7 @@ from tfpar.engines.steps.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.engines.steps.launched_steps import LaunchedSteps
 from tfpar.engines.steps.multi_step import LoopParts, StepLoop, compile_loop
 from tfpar.loops.epoch_iterator import EpochIterator
-from tfpar.loops.model_function import model_of
+from tfpar.loops.model_function import make_model
 from tfpar.loops.preparation import Preparation
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -117,7 +117,7 @@ def test_integers_of_32_bits_texts_and_ragged_tensors_stay_on_the_host() -> None
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_tensor_is_for_the_devices_that_take_it(strategy: str) -> None:
     made = STRATEGIES[strategy]()
-    built = model_of(placement_cases.MODELS["cnn"], made, 0)
+    built = make_model(placement_cases.MODELS["cnn"], made, 0)
     epoch_iterator, _ = Preparation(built, made).prepare_loop(placement_cases.data("cnn"), None, "train")
     batch, devices = made.engine.step_batch(built, epoch_iterator.peek())
     leaves = tf.nest.flatten(batch)

@@ -275,7 +275,11 @@ OTHER_FILES = r"the files or examples of its shards, or their order \('3' instea
 ERRORS: list[tuple[Callable[..., None], tuple[str, ...], str]] = [
     (create_with_other_versions, (), rf"^{EQUAL}.*Keras' version \('2.0' instead of '{keras.__version__}'\)"),
     (train_other_models, (), rf"^{EQUAL}.*the model \('weights/sequential/dense/kernel"),
-    (lower_the_rate_of_worker_1, (), "^All workers must train with one learning rate, and it is 0.*0.075 in the mean"),
+    (
+        lower_the_rate_of_worker_1,
+        (),
+        "^All workers must train with the same learning rate, and it is 0.*0.075 in the mean",
+    ),
     (move_the_statistics_of_worker_1, (), "^All workers must end with equal weights"),
     (call_with_slices, ("fit",), OTHER_BATCH),
     *((call_with_parts, (verb,), OTHER_BATCH) for verb in ("fit", "evaluate", "predict")),

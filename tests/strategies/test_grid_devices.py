@@ -56,7 +56,7 @@ def pipeline(num_stages: int = 2, schedule: str = "1f1b", **settings: Any) -> tf
 def test_a_grid_takes_as_many_devices_of_each_worker_in_each_order_of_its_own(
     num_replicas: int, per_replica: int, sizes: tuple[int, ...], orders: list[list[str]]
 ) -> None:
-    devices = grid_devices.LentDevices(["a:1", "b:2"], lent(*sizes))
+    devices = grid_devices.WorkerDevices(["a:1", "b:2"], lent(*sizes))
     found = grid_devices.across_workers(num_replicas, per_replica, devices, None)
     assert [[tfpar.cluster.short_name(one) for one in order] for order in found] == orders
 

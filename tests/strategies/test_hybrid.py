@@ -138,7 +138,7 @@ class OwnVariable(NotAdded):
         (NotAdded, "'seen/seen' has aggregation='none'. Create it with aggregation='sum'"),
         (
             OwnVariable,
-            "a metric of 'sequential' assigns one that is no keras.Variable. Use add_variable, or train with",
+            "a metric of 'sequential' assigns one that is not a keras.Variable. Use add_variable, or train with",
         ),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tfpar.sharding.model_sharding import Cut, Division, ModelSharding, Offer, ShardingRule, Weight, even_sizes, plan
+from tfpar.sharding.model_sharding import Cut, ModelSharding, Offer, Sharding, ShardingRule, Weight, even_sizes, plan
 from tfpar.sharding.rules import axes_by_rules, check_rules
 
 
@@ -27,7 +27,7 @@ def elementwise(name: str, *inputs: str) -> Offer:
 
 
 def whole(name: str, *inputs: str, weights: tuple[str, ...] = ()) -> Offer:
-    return Offer(name, inputs, (name,), weights, (), "layers of the class Lambda are not divided")
+    return Offer(name, inputs, (name,), weights, (), "layers of the class Lambda are not sharded")
 
 
 def normalization(name: str, given: str, channels: int) -> Offer:
@@ -58,17 +58,17 @@ def test_sizes_differ_by_at_most_one() -> None:
     assert [even_sizes(size, 3) for size in (12, 10, 2)] == [(4, 4, 4), (4, 3, 3), (1, 1, 0)]
 
 
-def test_layers_are_divided_in_pairs_with_elementwise_calls_between() -> None:
+def test_layers_are_sharded_in_pairs_with_elementwise_calls_between() -> None:
     offers = [dense("up", ("x",), 8, 32), elementwise("gelu", "up"), dense("down", ("gelu",), 32, 8)]
     sharding = plan(offers, weights_of(*offers), 2)
     assert names(sharding) == ["columns", "elements", "rows"]
-    assert sharding.weights["up/bias"] == Division(0, (16, 16))
-    assert sharding.weights["down/kernel"] == Division(0, (16, 16))
+    assert sharding.weights["up/bias"] == Sharding(0, (16, 16))
+    assert sharding.weights["down/kernel"] == Sharding(0, (16, 16))
     assert "down/bias" not in sharding.weights, "it is added once, to the sum"
     assert "down" not in sharding.values
 
 
-def test_the_product_of_two_divided_layers_is_divided() -> None:
+def test_the_product_of_two_sharded_layers_is_sharded() -> None:
     offers = [dense("gate", ("x",), 8, 32), dense("up", ("x",), 8, 32), elementwise("product", "gate", "up")]
     offers.append(dense("down", ("product",), 32, 8))
     assert names(plan(offers, weights_of(*offers), 3)) == ["columns", "columns", "elements", "rows"]
@@ -88,18 +88,18 @@ def test_small_layers_stay_whole_without_a_word_and_others_with_the_reason() -> 
     weights = weights_of(*offers) | {"mixer/kernel": Weight("mixer/kernel", (64, 64), 16384)}
     sharding = plan([*offers, dense("tiny", ("x",), 2, 2)], weights | weights_of(dense("tiny", ("x",), 2, 2)), 2)
     assert names(sharding) == ["columns", "rows", None, None]
-    assert sharding.whole == {"mixer": "layers of the class Lambda are not divided"}
+    assert sharding.whole == {"mixer": "layers of the class Lambda are not sharded"}
 
 
-def test_a_small_layer_takes_pieces_and_does_not_begin_a_division() -> None:
+def test_a_small_layer_takes_shards_and_does_not_begin_a_sharding() -> None:
     offers = [dense("up", ("x",), 64, 640), normalization("norm", "up", 640), dense("down", ("norm",), 640, 64)]
     offers = [normalization("first", "x", 64), *offers, normalization("last", "down", 64)]
     weights = weights_of(*offers) | {f"{name}/gamma": Weight(f"{name}/gamma", (8,), 32) for name in ("norm", "first")}
     weights |= {"last/gamma": Weight("last/gamma", (1000, 1000), 4_000_000)}
     sharding = plan(offers, weights, 2)
     assert names(sharding) == [None, "columns", "channels", "rows", None]
-    assert sharding.weights["norm/gamma"] == Division(0, (320, 320))
-    assert sharding.whole == {"last": "its input has no pieces that it takes"}, "a large one is named"
+    assert sharding.weights["norm/gamma"] == Sharding(0, (320, 320))
+    assert sharding.whole == {"last": "its input is not sharded"}, "a large one is named"
 
 
 def test_a_layer_with_few_bytes_and_many_multiplications_is_large() -> None:
@@ -117,7 +117,7 @@ def test_a_rule_divides_a_small_layer_or_is_refused_with_the_reason() -> None:
         ValueError, match=r"'head/kernel' at axis 1, .*: 2 shards need as many columns, received 1\. Change"
     ):
         plan(offers, weights, 2, {"head/kernel": 1})
-    with pytest.raises(ValueError, match=r"'head/kernel' at axis 2, .*: 'head' can be divided at axis 0 or 1\."):
+    with pytest.raises(ValueError, match=r"'head/kernel' at axis 2, .*: 'head' can be sharded at axis 0 or 1\."):
         plan(offers, weights, 2, {"head/kernel": 2})
 
 
@@ -132,7 +132,7 @@ def test_a_weight_that_another_layer_reads_whole_stays_whole() -> None:
     assert sharding.whole["embedding"] == "'table' stays whole: 'logits' reads it whole"
 
 
-def test_a_layer_that_is_used_twice_is_divided_in_one_rule() -> None:
+def test_a_layer_that_is_used_twice_is_sharded_in_one_rule() -> None:
     offers = [dense("first", ("x",), 8, 8, "tied"), dense("second", ("first",), 8, 8, "tied")]
     sharding = plan(offers, weights_of(*offers), 2)
     assert names(sharding) in (["columns", "columns"], [None, None])
@@ -150,7 +150,7 @@ def test_rules_choose_the_axis_and_leave_other_weights_whole() -> None:
 def test_a_rule_against_another_names_the_weight_of_the_other() -> None:
     offers = [dense("first", ("x",), 8, 8)]
     reason = (
-        r"'first/kernel' at axis 1, .*: by columns, 'first/bias' would be divided too, and its rule keeps it whole\."
+        r"'first/kernel' at axis 1, .*: by columns, 'first/bias' would be sharded too, and its rule keeps it whole\."
     )
     with pytest.raises(ValueError, match=reason):
         plan(offers, weights_of(*offers), 2, {"first/kernel": 1, "first/bias": None})

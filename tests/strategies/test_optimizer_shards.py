@@ -12,7 +12,7 @@ import tfpar
 from tests.support import objective_cases, parity_cases, small
 from tests.support.extent import sampled
 from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
-from tfpar._compat.optimizers import keras_sharded_slots
+from tfpar._compat.optimizers import keras_optimizer, keras_sharded_slots
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -94,7 +94,7 @@ def test_counters_of_an_optimizer_are_no_slots_of_as_many_weights() -> None:
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build([keras.Variable(np.zeros(3)), keras.Variable(np.zeros(2))])
     assert len(optimizer.variables) == 2, "iterations and learning rate"
-    assert keras_sharded_slots.slots_of_weights(optimizer) == []
+    assert keras_optimizer.slots_of_weights(optimizer) == []
 
 
 def test_keras_own_fit_is_refused_with_sharded_state() -> None:

@@ -1,4 +1,4 @@
-"""Replicas of divided layers with tables whose rows belong to no single example, such as positions."""
+"""Replicas of sharded layers with tables whose rows belong to no single example, such as positions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Numbers(keras.layers.Layer):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("rows", [4, 200], ids=["whole", "divided"])
+@pytest.mark.parametrize("rows", [4, 200], ids=["whole", "sharded"])
 @pytest.mark.parametrize("shared", [False, True], ids=["a table of its own", "the table of the tokens"])
 def test_positions_of_a_functional_model_have_one_row_of_the_gradient(rows: int, shared: bool) -> None:
     def build() -> keras.Model:

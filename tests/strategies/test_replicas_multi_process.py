@@ -255,7 +255,7 @@ def train_with_objective() -> None:
 
 def test_all_workers_refuse_an_objective_that_one_of_them_recognizes(job: workers.Job) -> None:
     """The others waited for its next message until their time limit."""
-    assert "must not depend on which other examples" in one_message(job, train_with_objective)
+    assert "must not depend on the other examples" in one_message(job, train_with_objective)
 
 
 def trained_comparing(kind: str) -> list[np.ndarray]:

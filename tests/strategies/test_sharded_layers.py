@@ -84,7 +84,7 @@ def two_masks() -> keras.Model:
 
 
 def gate() -> keras.Model:
-    """A softmax, which needs all of its input, before an operation on pieces."""
+    """A softmax, which needs all of its input, before an operation on shards."""
     numbers, hidden = embedded(mask_zero=False)
     return compiled(numbers, layers.Dense(8, "softmax")(hidden) * layers.Dense(8)(hidden) + 1.0)
 
@@ -168,10 +168,10 @@ def test_equals_one_device(name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mask of heads", "bias of heads and positions", "constant mask"])
-def test_a_layer_is_divided_unless_its_mask_is_a_constant(name: str) -> None:
+def test_a_layer_is_sharded_unless_its_mask_is_a_constant(name: str) -> None:
     model = tfpar.Trainer(CASES[name][0], tfpar.TensorParallel(2), seed=0).model
-    divided = [sharded_memory.is_divided(weight) for layer in model.layers[:-1] for weight in layer.weights]
-    assert any(divided) == (name != "constant mask")
+    sharded = [sharded_memory.is_sharded(weight) for layer in model.layers[:-1] for weight in layer.weights]
+    assert any(sharded) == (name != "constant mask")
 
 
 @pytest.mark.few(1)

@@ -1,4 +1,4 @@
-"""Pipelines whose stages are divided over shards train, evaluate, predict, save and resume as on one device."""
+"""Pipelines with sharded stages train, evaluate, predict, save and resume as on one device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tests.strategies.test_tensor_parallel import assert_equal, divided, of_features, of_tokens, trained
+from tests.strategies.test_tensor_parallel import assert_equal, of_features, of_tokens, shard_sizes, trained
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -115,10 +115,10 @@ def shared() -> keras.Model:
 def test_equals_one_device(build: Any, data: Any, strategy: Any, expected: dict[str, Any]) -> None:
     found, alone = (trained(build, data(), one) for one in (strategy(), tfpar.SingleDevice()))
     assert_equal(found[1:], alone[1:])
-    pieces = divided(found[0].model)
-    assert {name: pieces[name] for name in expected} == expected
-    assert not {"whole/kernel", "penalized/kernel"} & set(pieces)
-    assert build is not shared or "table/embeddings" not in pieces, "two stages read it"
+    shards = shard_sizes(found[0].model)
+    assert {name: shards[name] for name in expected} == expected
+    assert not {"whole/kernel", "penalized/kernel"} & set(shards)
+    assert build is not shared or "table/embeddings" not in shards, "two stages read it"
 
 
 @pytest.mark.extended
@@ -134,19 +134,19 @@ def test_rules_choose_the_weights_of_all_stages(strategy: Any) -> None:
     rules = {"up/kernel": (None, "model"), "down/(kernel|missing)": (None, None), "classes/kernel": ("model", None)}
     found, alone = (trained(pairs, of_features(), one) for one in (strategy(rules), tfpar.SingleDevice()))
     assert_equal(found[1:], alone[1:])
-    assert divided(found[0].model) == {"up/kernel": (5, 5), "up/bias": (5, 5), "classes/kernel": (4, 3)}
+    assert shard_sizes(found[0].model) == {"up/kernel": (5, 5), "up/bias": (5, 5), "classes/kernel": (4, 3)}
 
 
 def test_preview_names_the_devices_of_a_stage() -> None:
     trainer = tfpar.Trainer(pairs, tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2), seed=0)
     preview = trainer.preview(tf.data.Dataset.from_tensor_slices(of_features()).batch(8))
     assert [row.device for row in preview.rows] == ["CPU:0 CPU:1", "CPU:2 CPU:3"]
-    for line in ("2 stages of 2 shards on 4 devices", "up is divided by columns", "down is divided by rows"):
+    for line in ("2 stages of 2 shards on 4 devices", "up is sharded by columns", "down is sharded by rows"):
         assert str(preview).index(line) < str(preview).index("predicted"), "the figures of the step are the last lines"
 
 
 def reading_elsewhere() -> keras.Model:
-    """A model where another layer reads the weight of a divided one."""
+    """A model where another layer reads the weight of a sharded one."""
     inputs = keras.Input((FEATURES,))
     first = keras.layers.Dense(8, name="first")
     hidden = keras.layers.Dense(8, name="second")(first(inputs))
@@ -176,9 +176,9 @@ def unread() -> keras.Model:
     [
         (pairs, of_features, {"none": (None, "model")}, "must name a weight, and 'none' is found in no path"),
         (pairs, of_features, {"up/k": (None, "model"), "kernel": (None, None)}, "'up/k' and 'kernel' both name"),
-        (pairs, of_features, {"penalized/kernel": (None, "model")}, "its regularizer is no sum over its elements"),
+        (pairs, of_features, {"penalized/kernel": (None, "model")}, "its regularizer is not a sum over its elements"),
         (shared, of_tokens, {"table": ("model", None)}, "'table/embeddings' stays whole: several stages read it"),
-        (unread, of_features, {"own/unread": ("model", None)}, "class WithUnreadWeight are not divided"),
+        (unread, of_features, {"own/unread": ("model", None)}, "class WithUnreadWeight are not sharded"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(build: Any, data: Any, rules: Any, message: str) -> None:
@@ -209,15 +209,15 @@ def reading_in_loss() -> keras.Model:
 
 @pytest.mark.parametrize("build", [reading_elsewhere, reading_in_loss])
 @pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(2, 2, num_shards=2)])
-def test_another_layer_and_a_loss_may_read_a_divided_weight(build: Callable[[], keras.Model], strategy: Any) -> None:
+def test_another_layer_and_a_loss_may_read_a_sharded_weight(build: Callable[[], keras.Model], strategy: Any) -> None:
     _, *expected = trained(build, of_features(), tfpar.SingleDevice())
     trainer, *found = trained(build, of_features(), strategy())
     assert_equal(found, expected, tolerance=1e-9)
-    assert "first/kernel" in divided(trainer.model)
+    assert "first/kernel" in shard_sizes(trainer.model)
 
 
 def test_an_optimizer_that_needs_whole_weights_is_refused_before_the_first_step() -> None:
     trainer = tfpar.Trainer(with_lamb, tfpar.Pipeline(2, 2, balance="parameters", num_shards=2), seed=0)
-    message = "A pipeline with num_shards updates each piece of a weight on its own device.*received Lamb"
+    message = "A pipeline with num_shards updates each shard of a weight on its own device.*received Lamb"
     with pytest.raises(ValueError, match=message):
         trainer.fit(*of_features(8), verbose=0)

@@ -14,13 +14,20 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tests.strategies import test_stages_of_shards as models
 from tests.strategies.test_hybrid import wide
-from tests.strategies.test_tensor_parallel import FEATURES, assert_equal, divided, of_features, of_tokens, perceptron
+from tests.strategies.test_tensor_parallel import (
+    FEATURES,
+    assert_equal,
+    of_features,
+    of_tokens,
+    perceptron,
+    shard_sizes,
+)
 from tests.strategies.test_tensor_parallel import state as state_of_shards
 from tests.strategies.test_tensor_parallel import trained as trained_in_shards
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases, pipeline_cases, small, workers
 from tfpar import config, strategies
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.sharded_memory import is_remote
 from tfpar.placement.owners import num_bytes
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -180,11 +187,11 @@ DIVIDED: dict[str, tuple[Callable[[], tfpar.Strategy], Any, Any, dict[str, Any]]
 }
 
 
-def train_divided(name: str) -> Any:
-    """Train; return logs, outputs and state, and the divided weights."""
+def train_sharded(name: str) -> Any:
+    """Train; return logs, outputs and state, and the sharded weights."""
     strategy, build, data, _ = DIVIDED[name]
     trainer, *results = trained_in_shards(build, data(), strategy())
-    return tuple(results), divided(trainer.model)
+    return tuple(results), shard_sizes(trainer.model)
 
 
 @pytest.mark.extended
@@ -195,10 +202,10 @@ def test_replicas_and_stages_of_shards_train_evaluate_and_predict_as_one_device(
     _, build, data, shapes = DIVIDED[name]
     with computing_in("float64"):
         _, *alone = trained_in_shards(build, data(), tfpar.SingleDevice())
-        results = job_of_4.run(train_divided, name)
-    for result, pieces in results:
+        results = job_of_4.run(train_sharded, name)
+    for result, shards in results:
         assert_equal(result, tuple(alone))
-        assert {weight: pieces[weight] for weight in shapes} == shapes
+        assert {weight: shards[weight] for weight in shapes} == shapes
 
 
 def preview_of_shards() -> str:
@@ -213,7 +220,7 @@ def test_the_table_of_stages_has_shards_and_the_all_reduce_over_the_workers(job_
         assert "all-reduce over 2 workers" in text
 
 
-# --- divided state of stages of shards
+# --- sharded state of stages of shards
 
 
 def one_weight_a_stage() -> keras.Model:
@@ -258,14 +265,14 @@ def train_with_state(name: str, shard: Shard) -> tuple[dict[str, list[float]], l
     callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if swaps else []
     history = trainer.fit(inputs, targets, callbacks=callbacks, **settings).history
     slots = [slot for slot in trainer.model.optimizer.variables if len(slot.shape)]
-    held = sum(num_bytes(slot) for slot in slots if not is_elsewhere(slot))
+    held = sum(num_bytes(slot) for slot in slots if not is_remote(slot))
     with trainer.strategy.engine.whole_state(trainer.model):
         arrays = state_of_shards(trainer.model) if workers.rank() == 0 else trainer.model.get_weights()
         return history, arrays, held / sum(map(num_bytes, slots))
 
 
 def shares_of_state(job: workers.Job, name: str) -> list[float]:
-    """Return each worker's share of divided state, which trains as whole state."""
+    """Return each worker's share of sharded state, which trains as whole state."""
     with computing_in("float64"):
         whole, sharded = (job.run(train_with_state, name, shard) for shard in (None, "optimizer"))
     for (history, arrays, all_of_it), (same_history, same_arrays, _) in zip(whole, sharded, strict=True):

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers divided over devices train, evaluate, predict, save and resume as on one device."""
+"""Tensor parallelism: layers sharded over devices train, evaluate, predict, save and resume as on one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def perceptron(optimizer: Callable[[], Any] | None = None) -> keras.Model:
 
 
 def sequence() -> keras.Model:
-    """A divided table with masked numbers, contractions by equations, and a layer that is used twice."""
+    """A sharded table with masked numbers, contractions by equations, and a layer that is used twice."""
     tokens = keras.Input((6,), dtype="int32")
     table = keras.layers.Embedding(TOKENS, 4, mask_zero=True, name="table")
     hidden = keras.layers.GRU(5, return_sequences=True)(table(tokens) + table(tokens[:, ::-1]))
@@ -128,12 +128,12 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
     keras.tree.map_structure(compare, found, expected)
 
 
-def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
-    """The sizes of the pieces of each divided weight, by its layer and name, those of the last layer of that name."""
+def shard_sizes(model: keras.Model) -> dict[str, tuple[int, ...]]:
+    """The sizes of the shards of each sharded weight, by its layer and name, those of the last layer of that name."""
     return {
         "/".join(variable.path.split("/")[-2:]): variable.value.sizes
         for variable in model.weights
-        if sharded_memory.is_divided(variable)
+        if sharded_memory.is_sharded(variable)
     }
 
 
@@ -165,7 +165,7 @@ def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> N
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
     trainer, *found = trained(build, data(), tfpar.TensorParallel(3))
     assert_equal(found, wanted)
-    assert divided(trainer.model).items() >= expected.items()
+    assert shard_sizes(trainer.model).items() >= expected.items()
 
 
 @pytest.mark.extended
@@ -182,25 +182,25 @@ def test_a_rule_divides_its_layer_alone(build: Any, data: Any, rules: Any, expec
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
     trainer, *found = trained(build, data(), tfpar.TensorParallel(3, layout=rules))
     assert_equal(found, wanted)
-    paths = [one.path for one in trainer.model.weights if sharded_memory.is_divided(one)]
+    paths = [one.path for one in trainer.model.weights if sharded_memory.is_sharded(one)]
     assert expected in paths
     assert {path.split("/")[0] for path in paths} == {expected.split("/")[0]}
 
 
-def assert_holds_pieces(model: keras.Model) -> None:
-    """Assert that each device has its pieces of weights and of the optimizer's state."""
+def assert_holds_shards(model: keras.Model) -> None:
+    """Assert that each device has its shards of weights and of the optimizer's state."""
     up = model.get_layer("up").kernel
     assert up.path in {weight.path for weight in model.weights}, "one variable, with its name"
     slots = [slot for slot in model.optimizer.variables if slot.shape == up.shape]
     assert len(slots) == 4, "momentum, velocity, average and accumulator"
     for variable in (up, *slots):
-        assert [piece.device[-5:] for piece in variable.value.pieces] == ["CPU:2", "CPU:1"]
-        assert [tuple(piece.shape) for piece in variable.value.pieces] == [(12, 5), (12, 5)]
+        assert [shard.device[-5:] for shard in variable.value.shards] == ["CPU:2", "CPU:1"]
+        assert [tuple(shard.shape) for shard in variable.value.shards] == [(12, 5), (12, 5)]
     norm = next(layer for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization))
     assert norm.gamma.value.device.endswith("CPU:2"), "a whole weight is on the first device"
 
 
-def test_a_device_holds_its_pieces_only_which_no_step_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_holds_only_its_shards_which_no_step_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2, devices=["CPU:2", "CPU:1"]), seed=0)
 
     def gather(memory: Any) -> tf.Tensor:
@@ -208,13 +208,13 @@ def test_a_device_holds_its_pieces_only_which_no_step_gathers(monkeypatch: pytes
 
     def train_step(engine: StageEngine, *arguments: Any) -> tf.Tensor:
         with monkeypatch.context() as patched:
-            patched.setattr(sharded_memory.DividedMemory, "read_value", gather)
+            patched.setattr(sharded_memory.ShardedMemory, "read_value", gather)
             return step(engine, *arguments)
 
     step = StageEngine.train_step
     monkeypatch.setattr(StageEngine, "train_step", train_step)
     trainer.fit(*of_features(8), verbose=0)
-    assert_holds_pieces(trainer.model)
+    assert_holds_shards(trainer.model)
 
 
 def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
@@ -228,15 +228,15 @@ def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
     assert trainer.model.predict(of_features(8)[0], verbose=0).shape == (8, CLASSES)
 
 
-def test_preview_says_what_is_divided() -> None:
+def test_preview_says_what_is_sharded() -> None:
     trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
     preview = trainer.preview(tf.data.Dataset.from_tensor_slices(of_features()).batch(8))
     assert [row.device for row in preview.rows] == ["CPU:0", "CPU:1"]
     assert preview.rows[1].state_bytes < preview.rows[0].state_bytes
     text = str(preview)
-    for line in ("up is divided by columns", "down is divided by rows", "gate is divided by columns"):
+    for line in ("up is sharded by columns", "down is sharded by rows", "gate is sharded by columns"):
         assert line in text
-    assert "is whole: its input has no pieces that it takes" in text
+    assert "is whole: its input is not sharded" in text
 
 
 def recurrent() -> keras.Model:
@@ -249,15 +249,15 @@ def recurrent() -> keras.Model:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
-def test_a_model_of_which_nothing_is_divided_is_named_with_the_reason(strategy: Any) -> None:
+def test_a_model_of_which_nothing_is_sharded_is_named_with_the_reason(strategy: Any) -> None:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         trainer = tfpar.Trainer(recurrent, strategy(), seed=0)
         trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
         trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
     (message,) = [str(one.message) for one in noted if "No layer of" in str(one.message)]
-    reason = "'loop': layers of the class LSTM are not divided"
-    assert f"is divided ({reason}), and the first device of its shards computes all of it." in message
+    reason = "'loop': layers of the class LSTM are not sharded"
+    assert f"is sharded ({reason}), and the first device of its shards computes all of it." in message
 
 
 def mostly_recurrent() -> keras.Model:
@@ -269,18 +269,18 @@ def mostly_recurrent() -> keras.Model:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
-def test_a_large_layer_that_stays_whole_beside_divided_ones_is_named_with_its_part(strategy: Any) -> None:
+def test_a_large_layer_that_stays_whole_beside_sharded_ones_is_named_with_its_part(strategy: Any) -> None:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         trainer = tfpar.Trainer(mostly_recurrent, strategy(), seed=0)
         for _ in range(2):
             trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
     (message,) = [str(one.message) for one in noted if "stay whole" in str(one.message)]
-    assert "'loop' (78 %: layers of the class LSTM are not divided)." in message
+    assert "'loop' (78 %: layers of the class LSTM are not sharded)." in message
 
 
 def test_rules_that_keep_all_weights_whole_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"is divided \(its rules keep all weights whole\), and the first device"):
+    with pytest.warns(UserWarning, match=r"is sharded \(its rules keep all weights whole\), and the first device"):
         tfpar.Trainer(perceptron, tfpar.TensorParallel(2, layout={"up/kernel": (None, None)}), seed=0)
 
 
@@ -320,7 +320,7 @@ def test_preview_names_a_whole_layer_with_the_reason(apply: Any, reason: str | N
     trainer = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0)
     outputs = trainer.model.output_shape[1:]
     preview = trainer.preview(tf.data.Dataset.from_tensors((np.ones((4, 6, 6)), np.ones((4, *outputs)))))
-    expected = f"a {reason}" if reason else "its input has no pieces that it takes"
+    expected = f"a {reason}" if reason else "its input is not sharded"
     assert f"odd is whole: {expected}" in str(preview)
 
 
@@ -355,13 +355,28 @@ def test_saves_a_plain_file_that_trains_on_and_loads_weights(tmp_path: Path) -> 
     ],
     ids=["loss scaling, Nadam", "Adagrad, overwritten by averages", "RMSprop", "Ftrl"],
 )
-def test_optimizers_update_pieces_as_whole_weights(optimizer: Callable[[], Any]) -> None:
+def test_optimizers_update_shards_as_whole_weights(optimizer: Callable[[], Any]) -> None:
     data = of_features(24)
     both = [
         fitted(lambda: perceptron(optimizer), data, strategy, epochs=1)[1:]
         for strategy in (tfpar.TensorParallel(3), tfpar.SingleDevice())
     ]
     assert_equal(*both, tolerance=1e-9)
+
+
+def test_averages_are_swapped_shard_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> keras.Model:
+        return perceptron(lambda: keras.optimizers.Adam(use_ema=True, ema_momentum=0.5))
+
+    def fit(strategy: tfpar.Strategy) -> tuple[Any, ...]:
+        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+        return fitted(build, data, strategy, callbacks=callbacks, validation_data=data)
+
+    data = of_features(16)
+    expected = fit(tfpar.SingleDevice())[1:]
+    # Keras swaps with additions, here of whole values.
+    monkeypatch.setattr(sharded_memory.ShardedMemory, "assign_add", lambda memory, _: pytest.fail(memory.name))
+    assert_equal(fit(tfpar.TensorParallel(2))[1:], expected, tolerance=1e-9)
 
 
 def test_layers_with_lora_become_whole() -> None:
@@ -383,11 +398,11 @@ def test_layers_with_lora_become_whole() -> None:
         trainer.model.get_layer("heads").query_dense.enable_lora(2)
         trainer.compile(keras.optimizers.SGD(0.1), "mse")
         trainer.fit(*data, batch_size=4, shuffle=False, verbose=0)
-        return state(trainer.model), set(divided(trainer.model))
+        return state(trainer.model), set(shard_sizes(trainer.model))
 
-    found, pieces = run(tfpar.TensorParallel(2))
+    found, shards = run(tfpar.TensorParallel(2))
     assert_equal(found, run(tfpar.SingleDevice())[0])
-    assert pieces == {"plain/kernel", "plain/bias"}
+    assert shards == {"plain/kernel", "plain/bias"}
 
 
 def test_rules_divide_what_they_name() -> None:
@@ -396,7 +411,7 @@ def test_rules_divide_what_they_name() -> None:
         tfpar.Trainer(perceptron, tfpar.TensorParallel(2, layout=rules), seed=0)
     rules = {"down/kernel": ("model", None), "gate/kernel": (None, "model")}
     trainer, *found = fitted(perceptron, of_features(), tfpar.TensorParallel(2, layout=rules))
-    assert set(divided(trainer.model)) == {"down/kernel", "gate/kernel", "gate/bias"}
+    assert set(shard_sizes(trainer.model)) == {"down/kernel", "gate/kernel", "gate/bias"}
     assert_equal(found, list(fitted(perceptron, of_features(), tfpar.SingleDevice())[1:]))
 
 

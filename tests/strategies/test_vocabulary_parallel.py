@@ -1,4 +1,4 @@
-"""The loss and the metrics of a last layer in pieces: those of one device, and no device has all scores."""
+"""The loss and the metrics of a last layer in shards: those of one device, and no device has all scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tfpar._compat.variables.sharded_memory import is_divided
+from tfpar._compat.variables.sharded_memory import is_sharded
 from tfpar.reduction.vocabulary import gathered_classes
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -119,18 +119,18 @@ STRATEGIES = {
 )
 def test_equals_one_device_and_never_gathers(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())
-    note = gathered_classes.note_pieces
+    note = gathered_classes.note_shards
 
-    def spoilt(whole: tf.Tensor, pieces: Any) -> tf.Tensor:
-        return note(whole * np.nan if whole.shape[-1] == CLASSES else whole, pieces)
+    def spoilt(whole: tf.Tensor, shards: Any) -> tf.Tensor:
+        return note(whole * np.nan if whole.shape[-1] == CLASSES else whole, shards)
 
-    monkeypatch.setattr(gathered_classes, "note_pieces", spoilt)
+    monkeypatch.setattr(gathered_classes, "note_shards", spoilt)
     found = trained(CASES[name], name, STRATEGIES[strategy]())
-    divided = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_divided(weight)}
+    sharded = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_sharded(weight)}
     sizes = (4, 4, 3) if strategy == "shards" else (6, 5)
-    assert sizes in divided.values()
+    assert sizes in sharded.values()
     if name == "tied":
-        assert divided["embeddings"] == sizes
+        assert sharded["embeddings"] == sizes
     assert_equal(found, expected)
 
 

@@ -19,7 +19,7 @@ import tfpar
 from tests.support import objective_cases, parity_cases, shard_cases, small, workers
 from tests.support.shard_cases import OPTIMIZERS, REFUSED, classifier
 from tfpar._compat.optimizers import keras_sharded_slots
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.sharded_memory import is_remote
 from tfpar.engines.workers.collectives import Group
 from tfpar.reduction import objective
 
@@ -88,7 +88,7 @@ def divided(model: keras.Model) -> tuple[int, int]:
     """Return the number of slots of which one worker alone holds each, and of those that another worker holds."""
     variables = [variable for optimizer, _ in objective.updates_of(model) for variable in optimizer.variables]
     holders = [keras_sharded_slots.holder_of(variable) for variable in variables]
-    return sum(holder is not None for holder in holders), sum(map(is_elsewhere, variables))
+    return sum(holder is not None for holder in holders), sum(map(is_remote, variables))
 
 
 def copies(model: keras.Model) -> list[list[np.ndarray]]:
@@ -196,7 +196,7 @@ def save(folder: Path) -> Any:
     callbacks = [keras.callbacks.ModelCheckpoint(folder / "epoch.keras"), tfpar.ReplicaCheck()]
     trainer.fit(small.data(), verbose=0, callbacks=callbacks)
     trainer.save(folder / "model.keras")
-    held = [number for number, slot in enumerate(trainer.model.optimizer.variables) if not is_elsewhere(slot)]
+    held = [number for number, slot in enumerate(trainer.model.optimizer.variables) if not is_remote(slot)]
     state_bytes = [row.state_bytes for row in preview.rows]
     results = trainer.evaluate(small.data(), verbose=0), trainer.predict(small.data(), verbose=0)
     return held, state_bytes, whole_state(trainer), results, used.describe()
@@ -225,7 +225,7 @@ def read_alone() -> list[str]:
     used = strategy("one device", "optimizer")
     trainer = tfpar.Trainer(functools.partial(of_optimizer, "norm, average"), used, seed=0)
     trainer.build(small.data())
-    slot = next(one for one in trainer.model.optimizer.variables if is_elsewhere(one))
+    slot = next(one for one in trainer.model.optimizer.variables if is_remote(one))
     errors = []
     for attempt in (slot.numpy, lambda: slot.assign(np.zeros(slot.shape))):
         with pytest.raises(RuntimeError) as raised:

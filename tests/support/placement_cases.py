@@ -26,7 +26,7 @@ from tests.support.device_placement import HOST, Reading, read_placement
 from tests.support.extent import sampled
 from tfpar import host_sizes
 from tfpar.engines.steps.launched_steps import LaunchedSteps
-from tfpar.loops.model_function import model_of
+from tfpar.loops.model_function import make_model
 from tfpar.loops.preparation import Preparation
 
 NUM_MICROBATCHES = 5  # enough for loops
@@ -140,7 +140,7 @@ def launch(
 ) -> tuple[keras.Model, Any]:
     """Return a model and the concrete function that launches a train step of it."""
     with as_gpus(), tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
-        built = model_of(build, strategy, 0)
+        built = make_model(build, strategy, 0)
         epoch_iterator, steps = Preparation(built, strategy, fused).prepare_loop(dataset, None, "train")
     assert isinstance(steps, LaunchedSteps)
     with as_gpus():

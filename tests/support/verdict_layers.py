@@ -188,7 +188,7 @@ MIXING = {
     "texts": Case(texts, {"gathering": EQUAL}, batches(TEXTS, LABELS[:7], batch=3)),
     "examples in another axis": Case(
         transposed,
-        {"pipeline": Refused("examples as its first axis, .* 'tested'; move the axis", "predict")},
+        {"pipeline": Refused("examples as its first axis, .* 'tested'. Move the axis", "predict")},
         calls=("predict",),
     ),
 }
@@ -659,8 +659,8 @@ def remembers(update: Callable[[Any, Any], Any], verdicts: dict[str, Verdict], *
 
 
 STATES = ("mirrored", "pipeline", "weights sharded", "pipelines")
-IN_INFERENCE = refused(r"after a batch in inference '.*/state' is not its mean over the parts", "evaluate")
-NO_MEAN = Refused(r"must update its state as on one device, and after a batch '.*/state'")
+IN_INFERENCE = refused(r"after a batch in inference '.*/state' is not the mean of its values for the parts", "evaluate")
+NO_MEAN = Refused(r"must update its state as on one device, but after a batch '.*/state'")
 AGGREGATION = {"mirrored": Refused("leave out the weight's aggregation")}
 STATE = {
     "moving mean": remembers(moving_mean, dict.fromkeys(STATES, EQUAL)),
@@ -732,7 +732,7 @@ def of_generator() -> Any:
 
 
 CHANGED = Refused(
-    r"keep its state in weights that Keras tracks.*received 'tested', which changes the variable 'count.*"
+    r"keep its state in weights that Keras tracks.*received 'tested', which changes the untracked variable 'count.*"
     r"add_weight\(trainable=False\).*SingleDevice"
 )
 UNTRACKED_PARTS = ("mirrored", "weights sharded", "shards", "one micro-batch", "pipeline")
@@ -743,7 +743,7 @@ UNTRACKED = {
     "generator": Case(with_layers(of_generator), {"mirrored": RUNS, "one micro-batch": KEPT, "weights sharded": KEPT}),
     "loss": Case(
         lambda: with_layers(loss=CountingLoss())(),
-        dict.fromkeys(UNTRACKED_PARTS, Refused("received 'tested', which changes the variable 'count'")),
+        dict.fromkeys(UNTRACKED_PARTS, Refused("received 'tested', which changes the untracked variable 'count'")),
     ),
     "tf.Variable": Case(counting(variable_of_tensorflow), dict.fromkeys(UNTRACKED_PARTS, CHANGED) | WHOLE),
     "tf.function": Case(

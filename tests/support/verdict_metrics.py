@@ -308,7 +308,7 @@ BESIDE_SCORES["another state of compute_metrics"] = Case(
     scores(NotesLabels),
     {
         "stages of shards": EQUAL,
-        "pipelines of shards": Refused(r"changes 'notes/noted', which is none of a metric\. Use add_variable"),
+        "pipelines of shards": Refused(r"changes 'notes/noted', which belongs to no metric\. Use add_variable"),
     },
     CLASSIFICATION,
     dtype="float64",

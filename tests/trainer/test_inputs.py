@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {
             "x": tf.distribute.MirroredStrategy(["CPU:0"]).experimental_distribute_dataset(cases.dataset(FEATURES))
         },
-        "Pass the tf.data.Dataset that it was made of",
+        "Pass the tf.data.Dataset that it was made from",
     ),
     "None that comes and goes": (
         lambda: {"x": iter_of([((FEATURES[:8], None), LABELS[:8]), ((FEATURES[:8], FEATURES[:8]), LABELS[:8])])},

@@ -13,7 +13,7 @@ import tfpar
 from tests.support import small
 from tests.support.once import in_a_run
 from tests.support.own_step_cases import CASES, Case
-from tfpar._compat.random_numbers import typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops
 from tfpar.parity import relative_difference
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -29,7 +29,7 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
 def typical_numbers() -> Iterator[None]:
     """Compute in float64, and replace random numbers: those of replicas are not those of one device."""
     keras.config.set_floatx("float64")
-    with typical_draws.no_draws(lambda name: None):
+    with fixed_random_ops.all_fixed(lambda name: None):
         yield
     keras.config.set_floatx("float32")
 

@@ -10,7 +10,7 @@ from tests.support.verdicts import Case
 
 pytestmark = [pytest.mark.usefixtures("logical_cpus"), pytest.mark.filterwarnings("ignore:Parts of a batch")]
 
-GATHERED = "parts do not give it  on the gathered batch"
+GATHERED = "needs the whole batch  on the gathered batch"
 
 
 def studied(case: Case, engine: str = "mirrored") -> str:
@@ -26,7 +26,7 @@ def test_a_loss_over_a_mask_is_computed_on_the_gathered_batch() -> None:
 def test_a_metric_whose_states_do_not_add_is_too() -> None:
     text = studied(verdict_metrics.METRICS["largest error"])
     assert f"metric state  {GATHERED}" in text
-    assert "loss mse      a value for each row  summed, and divided once" in text
+    assert "loss mse      a value for each row   summed, and divided once" in text
 
 
 def test_a_scalar_mean_is_averaged() -> None:
@@ -56,6 +56,6 @@ def test_one_device_computes_the_whole_batch() -> None:
 def test_replicas_say_once_that_they_gather_the_batch() -> None:
     case = verdict_losses.DIVIDING["mask"]
     trainer = tfpar.Trainer(case.build, verdicts.ENGINES["mirrored"](), seed=0)
-    with pytest.warns(UserWarning, match="give the loss masked of .* on the gathered batch") as warned:
+    with pytest.warns(UserWarning, match="The loss masked of .* on the gathered batch") as warned:
         trainer.fit(case.data(), epochs=2, verbose=0)
     assert sum("gathered batch" in str(one.message) for one in warned) == 1

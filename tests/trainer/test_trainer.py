@@ -505,7 +505,7 @@ WRONG: list[tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any], str]] = [
         (verb, lambda: (of_four_features(),), {}, r"takes \(None, 5\) and the dataset yields \(None, 4\)")
         for verb in VERBS
     ),
-    *((verb, lambda: (small.data().take(0),), {}, "at least one batch, and this one is empty") for verb in VERBS),
+    *((verb, lambda: (small.data().take(0),), {}, "at least one batch, but this one is empty") for verb in VERBS),
     (
         "fit",
         lambda: (small.data(),),

@@ -1,1 +1,1 @@
-"""Everything private of Keras and TensorFlow that tfpar touches, by upstream surface."""
+"""All uses of private Keras and TensorFlow APIs, by upstream module."""

@@ -1,7 +1,7 @@
-"""Keras' own data adapters, which decide what `fit` takes and how Python code yields batches; all private.
+"""Keras 3.15's data adapters (`keras/src/trainers/data_adapters`), which define what `fit` accepts.
 
-Written for Keras 3.15 (`keras/src/trainers/data_adapters`), whose public API has no other way to the order in which a
-`PyDataset` is read by its workers, nor to the rules on arguments that exclude each other.
+The public API exposes neither the order in which the workers of a `PyDataset` read it, nor the rules for arguments that
+exclude each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 
 from tfpar._compat import versions
 
-# Keras 3.16 seeds the order of an epoch with its number, Keras 3.15 draws it from Python's `random`.
+# Keras 3.16 seeds the order of an epoch with its number; Keras 3.15 uses Python's `random`.
 _NUMBERS_EPOCHS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 NUM_PEEKED = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
 
@@ -36,23 +36,23 @@ is_torch_tensor = data_adapter_utils.is_torch_tensor
 
 
 def is_array(value: Any) -> bool:
-    """Return whether Keras takes a value as an array."""
+    """Return whether Keras accepts a value as an array."""
     return value is not None and bool(array_slicing.can_slice_array(value))
 
 
 def is_pandas(value: Any) -> bool:
-    """Return whether a value is a DataFrame or a Series; never where pandas is not installed."""
+    """Return whether a value is a pandas DataFrame or Series, without importing pandas."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(value, pandas.Series | pandas.DataFrame)
 
 
 def pandas_values(frame: Any) -> Any:
-    """Return the values as Keras takes them: floats in its float type, a Series as one column `[rows, 1]`."""
+    """Convert a DataFrame or Series as Keras does: floats to floatx, a Series to a column `[num_rows, 1]`."""
     return array_slicing.convert_to_sliceable(frame, target_backend="tensorflow")
 
 
 def is_python_source(x: Any) -> bool:
-    """Return whether `x` yields batches in Python: a PyDataset, a generator, a DataLoader or a user's adapter."""
+    """Return whether `x` yields batches in Python: a PyDataset, generator, DataLoader or custom adapter."""
     return (
         isinstance(x, DataAdapter | keras.utils.PyDataset | types.GeneratorType)
         or data_adapters.is_torch_dataloader(x)
@@ -61,25 +61,18 @@ def is_python_source(x: Any) -> bool:
 
 
 def adapter(x: Any, y: Any, sample_weight: Any, class_weight: Any, shuffle: bool) -> Any:
-    """Return Keras' adapter of a Python source.
-
-    Args:
-        x: A source that `is_python_source` accepts.
-        y: Must be None.
-        sample_weight: Must be None.
-        class_weight: Weight of each class; for a PyDataset only.
-        shuffle: Whether a PyDataset of known length is read in a new order each time.
+    """Return Keras' adapter of a Python source. The arguments are those of `fit`.
 
     Raises:
-        ValueError: With Keras' words, where the arguments exclude each other.
+        ValueError: Keras' own error if arguments exclude each other.
     """
-    # Keras warns about its default, shuffle=True, wherever it has no effect.
+    # Keras warns about shuffle=True, its default, wherever it has no effect.
     shuffles = shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None
     return data_adapters.get_data_adapter(x, y, sample_weight, shuffle=shuffles, class_weight=class_weight)
 
 
 def peek(adapter: Any) -> list[Any]:
-    """Return the first batches, drawn as often as Keras draws them before the first epoch; none for other adapters."""
+    """Return the first batches, read as often as Keras reads them before the first epoch; none for other adapters."""
     if isinstance(adapter, GeneratorDataAdapter):
         return list(adapter._first_batches)
     if isinstance(adapter, TorchDataLoaderAdapter):
@@ -92,7 +85,7 @@ def peek(adapter: Any) -> list[Any]:
 
 
 def batches_of(adapter: Any) -> Iterator[Any]:
-    """Begin a pass and yield its batches as the user's code made them."""
+    """Begin a pass and yield its batches unconverted."""
     if isinstance(adapter, GeneratorDataAdapter):
         return iter(adapter.generator())
     if isinstance(adapter, TorchDataLoaderAdapter):
@@ -102,20 +95,20 @@ def batches_of(adapter: Any) -> Iterator[Any]:
 
 
 def begin_training(adapter: Any) -> None:
-    """Repeat Keras' preparation after its look at the shapes and before the first epoch."""
+    """Prepare for the first epoch as Keras does after inspecting the first batches."""
     if _is_numbered(adapter):
         versions.replace(adapter, "_epoch", 0)
     adapter.on_epoch_end()
 
 
 def count_epoch(adapter: Any) -> None:
-    """Set the order of the next pass to that of the next epoch."""
+    """Advance the order of the next pass to the next epoch."""
     if _is_numbered(adapter):
         versions.replace(adapter, "_epoch", adapter._epoch + 1)
 
 
 def skip_order(adapter: Any) -> None:
-    """Skip the order of one pass: use up its random numbers, so that the next pass has its own order."""
+    """Consume the random numbers of a skipped pass, so that the next pass has its own order."""
     if adapter.shuffle and not _is_numbered(adapter):
         random.shuffle(list(range(adapter.num_batches)))
 
@@ -125,7 +118,7 @@ def _is_numbered(adapter: Any) -> bool:
 
 
 def stop_workers(adapter: Any) -> None:
-    """Stop the threads or processes that prefetch a PyDataset, and drop the prefetched batches of an ended pass."""
+    """Stop the workers that prefetch a PyDataset, and drop the batches prefetched for an ended pass."""
     if not isinstance(adapter, PyDatasetAdapter):
         return
     enqueuer = versions.private(adapter, "enqueuer")  # None without workers
@@ -136,7 +129,7 @@ def stop_workers(adapter: Any) -> None:
 
 
 def spec_of(batches: list[Any]) -> Any:
-    """Return the common `tf.TypeSpec` of some batches, `[None, ...]`, with None where the batches have None."""
+    """Return the common `tf.TypeSpec` of batches, `[None, ...]`, with None where the batches have None."""
     specs = data_adapter_utils.get_keras_tensor_spec(batches)
     return keras.tree.map_structure(
         lambda spec: None if spec is None else data_adapter_utils.convert_to_tf_tensor_spec(spec), specs
@@ -144,7 +137,7 @@ def spec_of(batches: list[Any]) -> Any:
 
 
 def to_tensorflow(leaf: Any) -> Any:
-    """Return an array of a batch in a form that `tf.data` takes."""
+    """Convert an array of a batch to a type that `tf.data` accepts."""
     if is_scipy_sparse(leaf):
         return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
     if is_torch_tensor(leaf):
@@ -158,6 +151,7 @@ def _as_tuple(batch: Any) -> Any:
     return batch if isinstance(batch, dict) else (batch,)
 
 
-def join_unequal(parts: Sequence[Any]) -> Any:
-    """Join outputs of several batches that are ragged, sparse, or of different sizes, as `keras.Model.predict` does."""
-    return potentially_ragged_concat([tf.convert_to_tensor(p) if isinstance(p, np.ndarray) else p for p in parts])
+def join_unequal(outputs: Sequence[Any]) -> Any:
+    """Concatenate outputs of batches that are ragged, sparse or of different shapes, as `keras.Model.predict` does."""
+    tensors = [tf.convert_to_tensor(output) if isinstance(output, np.ndarray) else output for output in outputs]
+    return potentially_ragged_concat(tensors)

@@ -1,13 +1,12 @@
-"""A shorter import of Keras and TensorFlow: no garbage collection meanwhile, and rare modules at their first use.
+"""Faster imports of Keras and TensorFlow: without garbage collection, and with rare modules loaded on first use.
 
-Keras 3.15 imports both packages where they are installed, for `keras.visualization` and `keras.wrappers`
-(`keras/src/visualization/plot_image_gallery.py`, `keras/src/wrappers/fixes.py`), and tfpar needs both: for pictures of
-schedules and for the digits. That is about a quarter of the time that every process takes to start.
+Keras 3.15 imports Matplotlib and scikit-learn, if installed, for `keras.visualization` and `keras.wrappers`
+(`keras/src/visualization/plot_image_gallery.py`, `keras/src/wrappers/fixes.py`). tfpar depends on both, and importing
+them takes about a quarter of the startup time of a process.
 
-An import creates objects that stay, half a million for TensorFlow 2.21. Python 3.11 looks through them for garbage 815
-times during the import, 0.5 of the 3.1 seconds of processor time that `import tensorflow` takes, and several times at
-the end of the process, which takes another second. So they are created without garbage collections and excluded from
-later ones.
+Importing TensorFlow 2.21 creates half a million permanent objects. Python 3.11 scans them for garbage 815 times, which
+takes 0.5 of 3.1 CPU seconds, and again at exit, which takes another second. So garbage collection is disabled during
+the import, and the objects are excluded from later collections.
 """
 
 from __future__ import annotations
@@ -22,34 +21,28 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from tfpar._compat import keras_backend
-
 LATE = ("keras.src.visualization", "keras.visualization", "keras.wrappers")
 LARGE = ("keras", "tensorflow")
-# With fewer, the objects of a process are modules. More may be a user's data, whose garbage must be found.
+# Fewer objects are just modules. More may be user data, which must stay subject to garbage collection.
 FEW_OBJECTS = 200_000
 
 
 def install() -> None:
-    """Prepare the imports of Keras and TensorFlow, unless Keras is imported already.
+    """Install import hooks, unless Keras is already imported.
 
-    The modules of `LATE` load when an attribute of theirs is first read; those of `LARGE` without garbage collection.
+    Modules in `LATE` load when one of their attributes is first read, those in `LARGE` without garbage collection.
 
     Raises:
-        ImportError: If Keras is imported already, with another backend than TensorFlow's; later the import itself.
+        ImportError: If Keras is already imported with another backend than TensorFlow. If it is imported later, the
+            import raises the error.
     """
-    keras_backend.require_tensorflow()
+    _require_tensorflow()
     if "keras" not in sys.modules and _finder not in sys.meta_path:
         sys.meta_path[:0] = [_finder, _large]
 
 
 def after_import(name: str, function: Callable[[], None]) -> None:
-    """Call a function right after the import of a module of `LARGE`, now if it is imported already.
-
-    Args:
-        name: Of the module.
-        function: Takes nothing.
-    """
+    """Call a function right after a module in `LARGE` is imported, or now if it is already imported."""
     if name in sys.modules:
         function()
     else:
@@ -57,7 +50,7 @@ def after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Late(importlib.abc.MetaPathFinder):
-    """Finds the modules, and lets their loaders wait."""
+    """Find modules in `LATE`, and defer their execution."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -73,7 +66,7 @@ class _Late(importlib.abc.MetaPathFinder):
 
 
 class _Large(importlib.abc.MetaPathFinder):
-    """Finds the modules of `LARGE` as the other finders do, and keeps their objects out of garbage collections."""
+    """Find modules in `LARGE` with the other finders, and exclude their objects from garbage collection."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -91,7 +84,7 @@ class _Large(importlib.abc.MetaPathFinder):
                     with out_of_collections():
                         execute(module)
                 finally:
-                    keras_backend.require_tensorflow()
+                    _require_tensorflow()
                 for function in _after.pop(name, ()):
                     function()
 
@@ -101,9 +94,9 @@ class _Large(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def out_of_collections() -> Iterator[None]:
-    """Collect no garbage inside this context, and never look through the objects that it creates.
+    """Disable garbage collection in this context, and exclude the objects created in it from later collections.
 
-    The objects that were there before are excluded too, if they are few.
+    Earlier objects are excluded too, if they are few.
     """
     were_few, was_enabled = len(gc.get_objects()) < FEW_OBJECTS, gc.isenabled()
     gc.disable()
@@ -112,8 +105,8 @@ def out_of_collections() -> Iterator[None]:
     finally:
         if were_few:
             gc.freeze()
-        elif gc.get_freeze_count() == 0:  # no objects are frozen that must stay frozen
-            # Moves all objects into the oldest generation. Otherwise the next collections would look through them.
+        elif gc.get_freeze_count() == 0:  # no objects that must stay frozen
+            # Moves all objects to the oldest generation; otherwise the next collections would scan them.
             gc.freeze()
             gc.unfreeze()
         if was_enabled:
@@ -121,14 +114,14 @@ def out_of_collections() -> Iterator[None]:
 
 
 def _wait(module: Any, execute: Any) -> None:
-    """Give a module the functions that load it (PEP 562)."""
+    """Execute a module on first access to its attributes (PEP 562)."""
     lock = threading.RLock()
     executed: list[bool] = []
 
     def load() -> dict[str, Any]:
         with lock:
             if not executed:
-                executed.append(True)  # the module may import parts of itself
+                executed.append(True)  # first: the module may import its own submodules
                 try:
                     execute(module)
                 except BaseException:
@@ -138,15 +131,30 @@ def _wait(module: Any, execute: Any) -> None:
         return names
 
     def get(name: str) -> Any:
-        # Python and TensorFlow ask every module for names such as `__wrapped__`.
+        # Python and TensorFlow look up names such as `__wrapped__` in every module.
         if name == "__all__" or not name.startswith("__"):
-            found = load()
-            if name in found:
-                return found[name]
+            names = load()
+            if name in names:
+                return names[name]
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
     module.__getattr__ = get
     module.__dir__ = lambda: sorted(load())
+
+
+def _require_tensorflow() -> None:
+    """Refuse a Keras backend other than TensorFlow, if Keras has chosen its backend.
+
+    Keras 3.15 chooses it in `keras/src/backend/config.py`, before it imports the backend. So the check also works when
+    the import fails because JAX or PyTorch is not installed.
+    """
+    settings = sys.modules.get("keras.src.backend.config")
+    backend = "tensorflow" if settings is None else settings.backend()
+    if backend != "tensorflow":
+        raise ImportError(
+            f'The backend of Keras must be "tensorflow", received {backend!r}: set KERAS_BACKEND=tensorflow before '
+            "Keras is imported, or unset it and correct the file ~/.keras/keras.json."
+        )
 
 
 _after: dict[str, list[Callable[[], None]]] = {}

@@ -1,7 +1,6 @@
-"""The choice of deterministic operations, and TensorFlow's clock, which is refused with it.
+"""Op determinism, which TensorFlow 2.21 exports a function to enable, but none to query or suspend.
 
-Written for TensorFlow 2.21, which exports a function to choose them, and none to read or to suspend the choice. Its
-`tf.timestamp` fails while they are chosen, in functions traced before too.
+While it is enabled, `tf.timestamp` fails, even in functions traced before.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Let operations run inside this context that are not deterministic, such as the clock of a measurement."""
+    """Allow nondeterministic ops in this context, such as the clock of a measurement."""
     if not is_enabled():
         yield
         return

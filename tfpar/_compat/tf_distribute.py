@@ -1,7 +1,4 @@
-"""Clusters, collectives and variables of `tf.distribute`.
-
-All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
-"""
+"""Clusters, collectives and variables of `tf.distribute` (Keras 3.15, TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -28,17 +25,17 @@ from tfpar._compat import versions
 def replace_default_all_reduce(
     strategy: tf.distribute.MirroredStrategy, cross_device_ops: tf.distribute.CrossDeviceOps
 ) -> bool:
-    """Replace the all-reduce of a user's strategy over CPUs, and over GPUs that of TensorFlow's choice.
+    """Replace the all-reduce of a user's strategy: on CPUs always, on GPUs unless the user chose one.
 
-    TensorFlow 2.21's default, collectives, crashes when one process trains a second model: instance keys are used
-    again ("Shape mismatch in the collective instance").
+    TensorFlow 2.21's default, collectives, crashes when a process trains a second model, because it reuses instance
+    keys ("Shape mismatch in the collective instance").
 
     Args:
-        strategy: The strategy.
-        cross_device_ops: The operations for its devices.
+        strategy: The strategy to change.
+        cross_device_ops: The new all-reduce.
 
     Returns:
-        Whether they are used from now on, and not a choice of the user.
+        Whether it was replaced.
     """
     current = versions.private(strategy.extended, "_cross_device_ops")
     is_default = current is versions.private(strategy.extended, "_collective_ops")
@@ -51,16 +48,16 @@ def replace_default_all_reduce(
 def form_cluster(
     resolver: Any, devices: list[str], form_seconds: float, silence_seconds: float
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Make a `MultiWorkerMirroredStrategy` over given local devices, with time limits.
+    """Create a `MultiWorkerMirroredStrategy` over the given local devices, with time limits.
 
-    TensorFlow 2.21 takes all GPUs, or one CPU, and its time limits come from the coordination service alone, which a
-    private method of the context configures. Configured before, the strategy keeps it.
+    TensorFlow 2.21 always uses all GPUs or one CPU, and takes its time limits from the coordination service. A private
+    method of the context configures that service; the strategy keeps an existing configuration.
 
     Args:
-        resolver: Names the cluster, of one job `worker`, and this task.
-        devices: Local names such as `CPU:1`.
-        form_seconds: How long to wait for all workers.
-        silence_seconds: How long a worker may be silent.
+        resolver: The cluster resolver, with the single job `worker`.
+        devices: Local device names such as `CPU:1`.
+        form_seconds: Seconds to wait for all workers.
+        silence_seconds: Seconds without a heartbeat after which a worker counts as lost.
     """
 
     def local_devices(extended: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
@@ -81,58 +78,57 @@ def form_cluster(
         patch = functools.partial(mock.patch.object, CollectiveAllReduceExtended)
         stack.enter_context(patch("_initialize_local_devices", local_devices))
         if formed:
-            # A second strategy would end the collectives of the first while another worker waits in them: both would
-            # hang or crash.
+            # A second strategy would reset the collectives of the first while another worker waits in them, so that
+            # both hang or crash.
             versions.require_mentioned(CollectiveAllReduceExtended._initialize_multi_worker, "_std_server_started")
-            stack.enter_context(patch("_std_server_started", True, create=True))  # an object's own, read with a default
+            stack.enter_context(patch("_std_server_started", True, create=True))  # instance attribute, read by getattr
             stack.enter_context(patch("_enable_check_health", False))
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     if threading.current_thread() is threading.main_thread():
-        # The coordination service records SIGTERM as a notice of preemption, which nothing reads: without training, a
-        # worker would continue until it is killed.
+        # The coordination service handles SIGTERM as a preemption notice, which nothing reads: outside of training, a
+        # worker would run on until it is killed.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     return strategy
 
 
 def has_cluster() -> bool:
-    """Return whether this process belongs to a formed cluster already (TensorFlow 2.21)."""
+    """Return whether this process already belongs to a cluster."""
     return context.context().coordination_service is not None
 
 
 def has_started() -> bool:
-    """Return whether TensorFlow runs already, so that no cluster can be formed any more (TensorFlow 2.21)."""
+    """Return whether TensorFlow has started, so that a cluster can no longer be formed."""
     return context.context()._context_handle is not None
 
 
 def report_failure(code: int, message: str) -> None:
-    """Report a failure of this worker to all workers: their waiting collectives raise an error with this message.
+    """Report a failure of this worker, so that pending collectives on all workers raise an error.
 
-    TensorFlow 2.21 has the function in its private context. Without a report, a worker waits in a collective until the
-    process of the failed worker has ended.
+    Without a report, the others would wait in a collective until the process of the failed worker ends.
 
     Args:
-        code: The code of the error on the other workers, of `tf.errors`.
-        message: Its message.
+        code: The error code for the other workers, from `tf.errors`.
+        message: The error message.
     """
-    with contextlib.suppress(tf.errors.OpError):  # another failure was reported before
+    with contextlib.suppress(tf.errors.OpError):  # another failure was reported already
         context.context().report_error_to_cluster(code, message)
 
 
 def communicate_through(
     strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: Callable[[Any, int], Any]
 ) -> None:
-    """Restrict the communication of a strategy to the calls of tfpar.
+    """Make a strategy communicate only where tfpar does.
 
-    TensorFlow 2.21 communicates where a metric's variable is read and where a variable is made. A callback that saves
-    on the chief alone would never return, as the other workers do not save, and neither would a worker that builds
-    another model. Reads give the sum over this worker's replicas, and each worker initializes its own variables:
-    tfpar sums metrics itself, and broadcasts the state of the chief before the first step. Inside a step, `all_reduce`
-    of a replica uses tfpar's collectives, which reduce packs of gradients during the backward pass.
+    TensorFlow 2.21 communicates whenever a metric's variable is read or a variable is created. So a callback that saves
+    on the chief alone would never return, and neither would a worker that builds another model. After this call, reads
+    give the sum over the local replicas, and each worker initializes its own variables: tfpar sums metrics itself and
+    broadcasts the chief's state before the first step. In a step, a replica's `all_reduce` uses tfpar's collectives,
+    which reduce packs of gradients during the backward pass.
 
     Args:
         strategy: The strategy to change.
-        all_reduce: Sums a tensor or `tf.IndexedSlices` over all replicas; called in replica context, with the number
-            of the replica among those of this process.
+        all_reduce: Sums a tensor or `tf.IndexedSlices` over all replicas. Called in replica context, with the index of
+            the local replica.
     """
     extended = strategy.extended
     replace = functools.partial(versions.replace, extended)
@@ -153,15 +149,12 @@ def communicate_through(
 
 
 def is_summed_on_read(variable: keras.Variable) -> bool:
-    """Return whether each replica holds a part of a variable, as with metrics (TensorFlow 2.21)."""
+    """Return whether a variable's value is the sum over replicas, as for metrics."""
     return isinstance(variable.value, SyncOnReadVariable)
 
 
 def local_memory(variable: keras.Variable) -> tf.Variable | None:
-    """Return the memory of a variable, that of the first local replica of equal ones; None if each holds a part.
-
-    A Keras 3.15 variable has a `_value`, and that of TensorFlow 2.21 for replicas the memory of each.
-    """
+    """Return the `tf.Variable` of a Keras variable on the first local replica; None if replicas hold summands."""
     memory = getattr(variable, "_value", None)
     if isinstance(memory, SyncOnReadVariable):
         return None
@@ -199,19 +192,16 @@ def assigning_own_copies() -> Iterator[None]:
 
 
 def own_task() -> str:
-    """Return the address of this process among the devices of its job (TensorFlow 2.21 has it in its private context).
-
-    Such as `"/job:worker/replica:0/task:0"`.
-    """
+    """Return the task of this process in its job, such as `"/job:worker/replica:0/task:0"`."""
     return str(context.context().host_address_space())
 
 
 def host_of(device: str) -> str:
-    """Return the CPU of the process that a device, by its full name, belongs to."""
+    """Return the CPU of the process that owns a device, given by its full name."""
     return str(tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string())
 
 
 def worker_index(strategy: tf.distribute.Strategy) -> int:
-    """Return the rank of this worker among those of its strategy, from 0 (TensorFlow 2.21)."""
-    is_of_cluster = isinstance(strategy.extended, CollectiveAllReduceExtended)
-    return int(versions.private(strategy.extended, "_id_in_cluster")) if is_of_cluster else 0
+    """Return the rank of this worker in its strategy; 0 for a strategy of a single process."""
+    is_multi_worker = isinstance(strategy.extended, CollectiveAllReduceExtended)
+    return int(versions.private(strategy.extended, "_id_in_cluster")) if is_multi_worker else 0

@@ -1,10 +1,9 @@
-"""A wrong fusion of TensorFlow's oneDNN build on CPUs.
+"""Workaround for an incorrect oneDNN fusion on CPUs.
 
-TensorFlow 2.21 computes the gradients of a kernel and of a bias in one operation where `Conv2DBackpropFilter` and
-`BiasAddGrad` read the same gradient. It compares the operation that computes the gradient, but not which of its outputs
-it is (`GetConv2DBackpropFilterOrBiasAddGrad` in tensorflow/core/common_runtime/mkl_layout_pass.cc): of two results of
-one operation, it gives one layer the gradient of the other's bias. It does so for float32 and bfloat16, after all other
-optimizations.
+TensorFlow 2.21 fuses `Conv2DBackpropFilter` and `BiasAddGrad` if they read the same gradient. It compares the op that
+computes the gradient, but not the index of its output (`GetConv2DBackpropFilterOrBiasAddGrad` in
+tensorflow/core/common_runtime/mkl_layout_pass.cc). So if an op computes two gradients, a layer may get the bias
+gradient of another one. The fusion affects float32 and bfloat16, and runs after all other optimizations.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from __future__ import annotations
 import tensorflow as tf
 
 _FUSED = (tf.float32, tf.bfloat16)
-_RANKS = (None, 4)  # of the gradient that Conv2DBackpropFilter reads
+_RANKS = (None, 4)  # of the gradient
 
 
 def sole_output(tensor: tf.Tensor, device: str) -> tf.Tensor:
-    """Return one of several outputs of an operation as the only output of another, where oneDNN could confuse them.
+    """Return a tensor as the only output of an op, if oneDNN could confuse it with other outputs of its op.
 
-    The graph optimizer removes `tf.identity`; `EnsureShape` it leaves. It copies nothing.
+    It uses `EnsureShape`, which copies nothing, because the graph optimizer removes `tf.identity`.
 
     Args:
-        tensor: An output of an operation.
+        tensor: An output of an op.
         device: The device that holds it.
 
     Example:

@@ -1,4 +1,4 @@
-"""How TensorFlow's server of a job is started, without Python's lock (TensorFlow 2.21)."""
+"""Start of TensorFlow's server without the GIL (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from tensorflow.python.framework import errors_impl
 
 @contextlib.contextmanager
 def starting_without_lock() -> Iterator[None]:
-    """Release Python's lock inside this context while TensorFlow starts its server and waits for the other workers.
+    """Release the GIL while TensorFlow starts its server and waits for the other workers, in this context.
 
-    TensorFlow 2.21 (`tensorflow/python/tfe_wrapper.cc`, `TFE_EnableCollectiveOps`) holds Python's lock all the time: on
-    the chief until the last worker has connected, which is seconds. The same function of TensorFlow's C interface,
-    called through ctypes, releases the lock. Its server listens on all addresses of the machine, whatever address
-    TF_CONFIG names (`tensorflow/core/distributed_runtime/rpc/grpc_server_lib.cc`, `GrpcServer::Init`, adds the port of
-    "0.0.0.0"), and has no credentials: it must be confined while it starts.
+    TensorFlow 2.21 holds it (`TFE_EnableCollectiveOps` in tensorflow/python/tfe_wrapper.cc), on the chief for seconds,
+    until the last worker has connected. The same C function, called through ctypes, releases it. The server listens on
+    all addresses, whatever TF_CONFIG says (`GrpcServer::Init` in
+    tensorflow/core/distributed_runtime/rpc/grpc_server_lib.cc), and has no authentication. So another thread must be
+    able to restrict it while it starts.
     """
     with mock.patch.object(pywrap_tfe, "TFE_EnableCollectiveOps", _unlocked() or pywrap_tfe.TFE_EnableCollectiveOps):
         yield
 
 
 def _unlocked() -> Callable[[Any, bytes], None] | None:
-    """Return TensorFlow's C function as Python calls it; None where its library does not offer it."""
+    """Wrap TensorFlow's C function; return None if the library does not export it."""
     folder = Path(tf.__file__).parent
     try:
         library = ctypes.CDLL(str(folder / "libtensorflow_cc.so.2"))
         framework = ctypes.CDLL(str(folder / "libtensorflow_framework.so.2"))
         enable, new_status = library.TFE_EnableCollectiveOps, framework.TF_NewStatus
-        code_of, message_of, delete = framework.TF_GetCode, framework.TF_Message, framework.TF_DeleteStatus
+        get_code, get_message, delete = framework.TF_GetCode, framework.TF_Message, framework.TF_DeleteStatus
     except (OSError, AttributeError):
         return None
-    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     enable.restype = None
     enable.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
-    new_status.restype, message_of.restype = ctypes.c_void_p, ctypes.c_char_p
-    for function in (code_of, message_of, delete):
+    new_status.restype, get_message.restype = ctypes.c_void_p, ctypes.c_char_p
+    for function in (get_code, get_message, delete):
         function.argtypes = [ctypes.c_void_p]
 
     def enable_collective_ops(context_handle: Any, server_def: bytes) -> None:
         status = new_status()
         try:
-            enable(pointer_of(context_handle, None), server_def, len(server_def), status)
-            code, message = code_of(status), message_of(status).decode(errors="replace")
+            enable(get_pointer(context_handle, None), server_def, len(server_def), status)
+            code, message = get_code(status), get_message(status).decode(errors="replace")
         finally:
             delete(status)
         if code:

@@ -1,8 +1,7 @@
-"""The versions of Keras and TensorFlow that tfpar was tested with, and names of theirs that must exist.
+"""Tested versions of Keras and TensorFlow, and checked access to their private attributes.
 
-tfpar reads and replaces private parts of both, which any release may rename. Python raises no error for some of it: an
-assignment creates an unused name, and `getattr` with a default returns the default. The functions below raise one
-sentence instead.
+Any release may rename a private attribute. Python would not always raise an error: an assignment creates an unused
+attribute, and `getattr` with a default returns the default. The functions below raise an error instead.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Any
 
 from tfpar.messages import user_warnings
 
-# At least the first version, below the second; setup.cfg requires the same.
+# From the first version, below the second; as in setup.cfg.
 TESTED = {"keras": ((3, 15), (3, 17)), "tensorflow": ((2, 21), (2, 22))}
 
 
 def warn_if_untested() -> None:
-    """Warn once where the installed Keras or TensorFlow is outside of the tested range; imports neither."""
-    untested = {name: found for name, found in _installed().items() if not _is_tested(name, found)}
+    """Warn if the installed Keras or TensorFlow is outside the tested range, without importing them."""
+    untested = {name: version for name, version in _installed().items() if not _is_tested(name, version)}
     if untested:
-        received = " and ".join(f"{name} {found}" for name, found in untested.items())
+        received = " and ".join(f"{name} {version}" for name, version in untested.items())
         ranges = [_range(name) for name in untested]
-        requirements = " ".join(f'"{one}"' for one in ranges)
+        requirements = " ".join(f'"{requirement}"' for requirement in ranges)
         user_warnings.warn(
             f"tfpar was tested with {' and '.join(ranges)}, received {received}: steps may fail, or differ from those "
             f"of one device. Install a tested version: pip install {requirements}."
@@ -33,40 +32,36 @@ def warn_if_untested() -> None:
 
 
 def private(owner: Any, name: str) -> Any:
-    """Return a private attribute of Keras or TensorFlow.
-
-    Args:
-        owner: An object, class or module of theirs.
-        name: Of the attribute.
+    """Return a private attribute of a Keras or TensorFlow object, class or module.
 
     Raises:
-        RuntimeError: If there is none.
+        RuntimeError: If it does not exist.
     """
     require(owner, name)
     return getattr(owner, name)
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Assign a private attribute of Keras or TensorFlow that exists; raises as `private`."""
+    """Assign an existing private attribute; raise RuntimeError if it does not exist."""
     require(owner, name)
     setattr(owner, name, value)
 
 
 def require(owner: Any, *names: str) -> None:
-    """Raise as `private` where a private attribute of Keras or TensorFlow does not exist."""
+    """Raise RuntimeError if a private attribute does not exist."""
     for name in names:
         if not hasattr(owner, name):
             raise _missing(f"{name!r} of {_described(owner)}")
 
 
 def require_mentioned(function: Callable[..., Any], name: str) -> None:
-    """Raise as `private` where a function of Keras or TensorFlow no longer reads or sets a name.
+    """Raise RuntimeError if a Keras or TensorFlow function no longer uses a name.
 
-    For an attribute that an object has after a while only, or that is read with a default.
+    Use it for attributes that are created late, or read with a default.
 
     Args:
-        function: A Python function of theirs.
-        name: Of an attribute, or a constant in its code.
+        function: A Python function.
+        name: The name of an attribute, or a constant in the function's code.
     """
     code = function.__code__
     if name not in (*code.co_names, *code.co_consts):
@@ -74,25 +69,25 @@ def require_mentioned(function: Callable[..., Any], name: str) -> None:
 
 
 def _missing(what: str) -> RuntimeError:
-    found = ", ".join(f"{name} {version}" for name, version in _installed().items())
+    installed = ", ".join(f"{name} {version}" for name, version in _installed().items())
     return RuntimeError(
-        f"tfpar replaces private parts of Keras and TensorFlow and misses {what} in {found}: install "
+        f"tfpar replaces private parts of Keras and TensorFlow and misses {what} in {installed}: install "
         f"{' and '.join(map(_range, TESTED))}, which it was tested with."
     )
 
 
 def _described(owner: Any) -> str:
     named = owner if hasattr(owner, "__name__") else type(owner)
-    return ".".join(part for part in (getattr(named, "__module__", None), named.__name__) if part)
+    return ".".join(filter(None, (getattr(named, "__module__", None), named.__name__)))
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of the installed packages; without one that has another name, such as tensorflow-cpu."""
-    found = {}
+    """Return the installed versions, without packages under another name, such as tensorflow-cpu."""
+    installed = {}
     for name in TESTED:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def _is_tested(name: str, version: str) -> bool:
@@ -101,5 +96,5 @@ def _is_tested(name: str, version: str) -> bool:
 
 
 def _range(name: str) -> str:
-    least, below = (".".join(map(str, one)) for one in TESTED[name])
+    least, below = (".".join(map(str, version)) for version in TESTED[name])
     return f"{name} >= {least}, < {below}"

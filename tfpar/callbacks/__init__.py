@@ -1,4 +1,4 @@
-"""Callbacks of tfpar, each a plain `keras.callbacks.Callback`."""
+"""Keras callbacks of tfpar."""
 
 from tfpar.callbacks.learning_rate_warmup import LearningRateWarmup
 from tfpar.callbacks.metrics_file import MetricsFile, read_metrics

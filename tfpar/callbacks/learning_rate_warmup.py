@@ -1,4 +1,4 @@
-"""A linear warm-up of the learning rate for large global batches."""
+"""Linear warm-up of the learning rate for large global batches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import keras
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
-    """Raise the learning rate linearly over the first steps, to a peak scaled by the global batch.
+    """Scale the learning rate by the global batch size, and reach it linearly over the first steps.
 
-    Linear scaling multiplies the optimizer's rate by `global_batch_size / base_batch_size`: the peak. Training with the
-    peak from the first step can diverge, so the rate rises from peak / warmup_steps to the peak over `warmup_steps`
-    steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv 1706.02677, section 2).
+    The peak rate is the optimizer's rate times `global_batch_size / base_batch_size`. Training at the peak from the
+    first step can diverge, so the rate rises from `peak / warmup_steps` to the peak (Goyal et al. 2017, "Accurate,
+    Large Minibatch SGD", arXiv 1706.02677, section 2).
 
         rate      peak      ┌──────────
                         ┌───┘
@@ -21,12 +21,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 0        warmup_steps
 
     Args:
-        warmup_steps: Number of steps, at least 0; 0 only scales.
-        global_batch_size: Examples a step over all replicas.
-        base_batch_size: The global batch for which the optimizer's rate was chosen; None does not scale.
+        warmup_steps: Number of warm-up steps; 0 scales only.
+        global_batch_size: Examples per step over all replicas.
+        base_batch_size: The global batch size for which the optimizer's rate was tuned. None: no scaling.
 
     Raises:
-        ValueError: If a number is out of range, or the optimizer's rate is a schedule, which a callback cannot set.
+        ValueError: If a number is out of range, or, as training begins, if the optimizer's rate is a schedule.
 
     Example:
         >>> tfpar.LearningRateWarmup(warmup_steps=500, global_batch_size=1024, base_batch_size=256)
@@ -44,7 +44,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.single_batches = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse an optimizer whose rate cannot be set."""
+        """Raise an error if the optimizer's rate is a schedule."""
         if not isinstance(self.model.optimizer.learning_rate, keras.Variable):
             raise ValueError(
                 "LearningRateWarmup sets the learning rate at every step, and this optimizer's rate is a schedule. "
@@ -54,10 +54,10 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.single_batches = True
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the rate of the next step. After the warm-up, other callbacks may change it."""
+        """Set the rate of the next step; after the warm-up, leave it to other callbacks."""
         if not self.single_batches:
             return
-        if self._peak is None:  # not restored from a checkpoint: the optimizer's rate is the one for the base batch
+        if self._peak is None:  # not restored from a checkpoint: the optimizer's rate is not scaled yet
             self._peak = float(self.model.optimizer.learning_rate.numpy()) * self.scale
         step = int(self.model.optimizer.iterations.numpy())
         if step <= self.warmup_steps:

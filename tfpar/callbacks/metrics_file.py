@@ -1,4 +1,4 @@
-"""The logs of each epoch, in a file with one JSON object per line."""
+"""The logs of each epoch in a JSON lines file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tfpar.files import json_lines
 
 
 class MetricsFile(keras.callbacks.Callback):
-    """Append each epoch's logs to a file, one JSON object a line.
+    """Append the logs of each epoch to a file, one JSON object per line.
 
-    A resumed training drops the lines of the epochs that it repeats. Checkpoints contain the lines too, so a lost or
-    damaged file is written again.
+    A resumed run replaces the lines of the epochs that it repeats. Checkpoints contain the lines too, so that a lost or
+    damaged file is restored.
 
     Args:
-        path: The file, by convention `metrics.jsonl`; its folder must exist.
+        path: The file, by convention `metrics.jsonl`, in an existing folder.
 
     Example:
         >>> trainer.fit(dataset, callbacks=[tfpar.MetricsFile("metrics.jsonl")])
@@ -32,44 +32,34 @@ class MetricsFile(keras.callbacks.Callback):
         self.entries: list[dict[str, Any]] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Drop the lines of an earlier training; those of this one come from the checkpoint, or else from the file."""
+        """Forget the lines of an earlier `fit`; a checkpoint or the file restores those of this one."""
         self.entries = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the line of the epoch."""
+        """Append the line of the epoch."""
         step = int(self.model.optimizer.iterations.numpy())
         line = {
             "epoch": epoch + 1,
             "step": step,
             **{name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
         }
-        entries = self.entries or self._known()
+        entries = self.entries or self._read()
         self.entries = [*(entry for entry in entries if entry["epoch"] <= epoch), line]
         json_lines.write(self.path, self.entries)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Write the file again if it is lost or was changed."""
+        """Restore the file if it was lost or changed."""
         if not self.entries:
-            self.entries = self._known()
+            self.entries = self._read()
         if self.entries and json_lines.read(self.path) != (self.entries, []):
             json_lines.write(self.path, self.entries)
 
-    def _known(self) -> list[dict[str, Any]]:
-        """Return the lines of earlier epochs from the file and the history, for runs without a checkpoint of them."""
-        entries = {entry["epoch"]: entry for entry in [*self._of_history(), *json_lines.read_or_warn(self.path)]}
+    def _read(self) -> list[dict[str, Any]]:
+        """Return the entries of the file, for runs without checkpoints."""
+        entries = {entry["epoch"]: entry for entry in json_lines.read_or_warn(self.path)}
         return [entries[epoch] for epoch in sorted(entries)]
-
-    def _of_history(self) -> list[dict[str, Any]]:
-        """Return the logs in the model's history as lines: older checkpoints contain only the history."""
-        history = getattr(self.model, "history", None)
-        epochs = getattr(history, "epoch", None) or []
-        logs = {name: values for name, values in getattr(history, "history", {}).items() if len(values) == len(epochs)}
-        return [
-            {"epoch": epoch + 1, **{name: np.asarray(values[index]).tolist() for name, values in logs.items()}}
-            for index, epoch in enumerate(epochs)
-        ]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a `metrics.jsonl`; warn on standard error about the others."""
+    """Return the entries of a `metrics.jsonl`; warn on standard error about damaged lines."""
     return json_lines.read_or_warn(path)

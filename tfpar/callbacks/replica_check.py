@@ -1,4 +1,4 @@
-"""A check that all replicas hold equal weights."""
+"""A check that the weights of all replicas are equal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.sharded_memory import is_remote
 
 
 class ReplicaCheck(keras.callbacks.Callback):
-    """Stop with an error when the replicas' weights are no longer equal, bit for bit.
+    """Raise an error once the weights or optimizer states of replicas differ in any bit.
 
-    Data parallelism requires equal replicas. A custom layer or a faulty device can make them differ without an error.
+    Data parallelism requires equal replicas; a custom layer or a faulty device can make them differ silently.
 
     Args:
-        every_steps: Check after about this many steps; None checks at the end of each epoch.
+        every_steps: Check about every this many steps, and at the end of each epoch. None: at the end of epochs only.
 
     Raises:
         ValueError: If `every_steps` is below 1.
@@ -35,7 +35,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._checked_at = 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check if at least `every_steps` steps have passed since the last check."""
+        """Check if `every_steps` steps have run since the last check."""
         if self.every_steps is not None:
             step = int(self.model.optimizer.iterations.numpy())
             if step - self._checked_at >= self.every_steps:
@@ -49,7 +49,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     def _check(self) -> None:
         strategy = self.model.distribute_strategy
         for variable in [*self.model.weights, *self.model.optimizer.variables]:
-            if is_elsewhere(variable):
+            if is_remote(variable):
                 continue
             first, *others = (np.asarray(copy) for copy in strategy.experimental_local_results(variable.value))
             for replica, other in enumerate(others, start=1):

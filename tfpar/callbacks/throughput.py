@@ -1,4 +1,4 @@
-"""The speed of a training: examples per second, milliseconds per step, share of time spent waiting for data."""
+"""The speed of training: examples per second, time per step, share of time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FIGURES = ("examples_per_second", "step_milliseconds", "data_wait_share")
 
 
 class Throughput(keras.callbacks.Callback):
-    """Measure examples per second, milliseconds a step and the share of time spent waiting for data.
+    """Measure examples per second, milliseconds per step and the share of time spent waiting for data.
 
-    The first call after each `fit` begins is left out, because it compiles. The figures of an epoch are added to its
-    logs, so History, CSVLogger and TensorBoard record them too.
+    The first call of each `fit` is excluded because it compiles. The figures of an epoch are added to its logs, so
+    History, CSVLogger and TensorBoard record them too.
 
     Attributes:
-        summary: The figures of the whole training: `examples_per_second`, `step_milliseconds`, `data_wait_share`.
-        call: The figures of the last call.
+        summary: `examples_per_second`, `step_milliseconds` and `data_wait_share` of the whole `fit`.
+        call: The same figures of the last call of the compiled loop.
 
     Example:
         >>> throughput = tfpar.Throughput()
@@ -29,7 +29,7 @@ class Throughput(keras.callbacks.Callback):
     """
 
     single_batches = False
-    forgets = True  # a resumed run may use another machine, so the figures are not restored from a checkpoint
+    forgets = True  # not restored from a checkpoint: a resumed run may use another machine
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,21 +38,21 @@ class Throughput(keras.callbacks.Callback):
         self._total = np.zeros(4)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Reset all sums. The next call compiles, and is left out."""
+        """Reset all sums; the first call compiles and is excluded."""
         self._warm = False
         self.call = {}
         self._total = np.zeros(4)
         self._call: tuple[int, float, float] | None = None
 
     def measure_call(self, num_steps: int, num_examples: int, data_wait_seconds: float) -> None:
-        """Record the counts of a call; the training loop calls this before the call ends.
+        """Record what a call of the compiled loop has done.
 
-        Keras' own `fit` does not call it. Then only `step_milliseconds` is known.
+        Keras' own `fit` does not call this method, and then only `step_milliseconds` is known.
 
         Args:
-            num_steps: Steps of the call.
-            num_examples: Examples of all those steps, over all replicas.
-            data_wait_seconds: Time that the loop waited for batches.
+            num_steps: Steps that the call ran.
+            num_examples: Examples of these steps over all replicas.
+            data_wait_seconds: Time spent waiting for batches.
         """
         self._call = (num_steps, num_examples, data_wait_seconds)
 
@@ -67,7 +67,7 @@ class Throughput(keras.callbacks.Callback):
         self._next_step = batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Add one call to the sums."""
+        """Add a call to the sums."""
         seconds = time.perf_counter() - self._began
         if self._warm and self._next_step is not None:
             unknown = (batch + 1 - self._next_step, float("nan"), float("nan"))

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to resume, in one file that is either whole or absent."""
+"""Checkpoints: all that a run needs to resume, in files that are written atomically."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "Checkpoints", "Position"]
 
-# Loaded on first use: the format of the files needs no Keras.
-_HOMES = {"Checkpoint": "metadata", "Checkpoints": "checkpoints", "Position": "metadata"}
+# Loaded on first use: the file format needs no Keras.
+_MODULES = {"Checkpoint": "metadata", "Checkpoints": "checkpoints", "Position": "metadata"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tfpar.checkpoint' has no attribute {name!r}. It has: {', '.join(__all__)}.")
-    return getattr(importlib.import_module(f"tfpar.checkpoint.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"tfpar.checkpoint.{_MODULES[name]}"), name)

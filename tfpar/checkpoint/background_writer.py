@@ -1,4 +1,4 @@
-"""Background execution: one function at a time in a thread, with its error raised later.
+"""Functions that run one at a time in a background thread, with errors raised in the caller later.
 
 training ── start(write) ── steps ── steps ── wait()    raises the writer's error, if there was one
                 └─ thread: write() ────────┘
@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 
 class Background:
-    """Run functions one after another in the background, and raise their errors in the caller.
+    """Run functions one at a time in a thread, and raise their errors in the caller.
 
-    Each function runs in a new thread, so an idle object has no thread. A Python process waits for the last function
-    before it ends: a checkpoint is written even if an error ends the training.
+    Python waits for the thread before it exits, so a checkpoint is written even if an error ends the training.
 
     Args:
         name: The name of the threads, for debuggers.
@@ -35,20 +34,17 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, function: Callable[[], None]) -> None:
-        """Start a function in the background, after the previous one has ended.
-
-        Args:
-            function: The function; it must not share state with the caller.
+        """Start a function in a thread once the previous one has ended.
 
         Raises:
-            Exception: The error of the previous function, as `wait` raises it; the new one is then not started.
+            Exception: The error of the previous function; the new one is then not started.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=[function], name=self._name)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until no function is running.
+        """Wait for the running function.
 
         Raises:
             Exception: The error of the last function, once.
@@ -61,7 +57,7 @@ class Background:
             if error is not None:
                 raise error
         finally:
-            del error  # it refers to this frame: a reference cycle would keep objects of the callers alive
+            del error  # breaks a reference cycle with this frame, which would keep objects of the callers alive
 
     def _run(self, function: Callable[[], None]) -> None:
         try:

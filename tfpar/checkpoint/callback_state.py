@@ -1,4 +1,4 @@
-"""The state of Keras callbacks: read from their attributes, and restored in another process."""
+"""The state of Keras callbacks, read from their attributes and restored in another process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,10 @@ from tfpar._compat import keras_callbacks
 State = dict[str, dict[str, Any]]
 
 
-def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
-    """Return the state of callbacks: attributes that are numbers, text, arrays, and lists or dicts of these.
+def read(callbacks: Sequence[keras.callbacks.Callback]) -> State:
+    """Return the attributes of each callback that are numbers, strings, arrays, or lists or dicts of these.
 
-    Arrays of Python objects are not state.
-
-    The state of a callback with an attribute `forgets = True` is not saved.
-
-    Args:
-        callbacks: Any Keras callbacks.
-
-    Returns:
-        For each callback its attributes by name.
+    Callbacks with an attribute `forgets = True` and arrays of Python objects are left out.
     """
     return {
         key: {
@@ -38,7 +30,7 @@ def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
 
 
 def _by_key(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """Yield each callback with its key: its class and its index among those of its class."""
+    """Yield each callback with its key: its class and its index among the callbacks of that class."""
     counts: collections.Counter[str] = collections.Counter()
     for callback in callbacks:
         name = type(callback).__name__
@@ -48,7 +40,7 @@ def _by_key(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str
 
 
 def changed(state: State, initial: State) -> State:
-    """Return the attributes that training changed from their initial values."""
+    """Return the attributes that differ from their initial values."""
     return {
         key: {
             name: value
@@ -63,14 +55,14 @@ def restore(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None
     """Set the saved attributes on callbacks of the same classes.
 
     Raises:
-        ValueError: If a saved attribute is not state of a callback, such as a method.
+        ValueError: If a saved attribute is not state, such as a method.
     """
     for key, callback in _by_key(callbacks):
         for name, value in state.get(key, {}).items():
             inherited = getattr(type(callback), name, None)
             if name in keras_callbacks.NOT_STATE or callable(inherited) or hasattr(inherited, "__set__"):
                 raise ValueError(
-                    f"The checkpoint's state of {key} sets {name[:40]!r}, which is no state of a callback: the "
+                    f"The checkpoint's state of {key} sets {name[:40]!r}, which is not state of a callback: the "
                     "file was changed. Resume from an unchanged checkpoint."
                 )
             setattr(callback, name, value)
@@ -103,10 +95,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def extract_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Replace arrays by names and NumPy scalars by their bytes, so that the rest is JSON.
-
-    The arrays are added to `arrays` under these names.
-    """
+    """Return a value as JSON: NumPy scalars become bytes; arrays move to `arrays`, and leave their names."""
     if isinstance(value, np.generic):  # before numbers and text: np.float64 is a float, np.str_ is a str
         return {"scalar": [_type_name(value.dtype), value.tobytes().hex()]}
     if isinstance(value, np.ndarray):
@@ -119,12 +108,11 @@ def extract_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def insert_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Replace what `extract_arrays` returned for arrays and NumPy scalars by these.
+    """Undo `extract_arrays`.
 
     Raises:
         KeyError: If an array is missing.
-        TypeError: If a type is unknown or has another size.
-        ValueError: If bytes cannot be read, or a type is unknown or has another size.
+        TypeError, ValueError: If a type is unknown or of another size, or bytes cannot be parsed.
     """
     if isinstance(value, dict):
         match value:
@@ -138,7 +126,7 @@ def insert_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def _type_name(dtype: np.dtype[Any]) -> str:
-    """Return a name from which NumPy makes the type; types of other packages, such as bfloat16, are `V2` in files."""
+    """Return a name that NumPy can parse; in files, types of other packages such as bfloat16 are `V2`."""
     return dtype.name if dtype.isbuiltin == 2 else dtype.str
 
 

@@ -1,14 +1,13 @@
-"""Checkpoints: everything that a run needs to resume, in a file that is either complete or absent.
+"""Checkpoints: all that a run needs to resume, in files that are written atomically by a thread.
 
     checkpoints/step-00000240.npz     weights, optimizer, metrics and random state by name;
     checkpoints/step-00000480.npz     position, and the state of callbacks, as JSON
 
-In a pipeline across workers each other process writes the arrays that it holds to a part file, which the file names
-(`part_files`). A checkpoint has no layout: a run can resume under another strategy or another number of workers. In
-place of a damaged file the previous one is used; a file of another run is refused.
+In a pipeline over workers, each other process writes its arrays to a part file that this file names (`part_files`). A
+checkpoint has no layout: a run can resume under another strategy or with another number of workers.
 
-    training  ── snapshot ── steps ── steps ── steps ── snapshot ──      the state is copied from the model,
-                    └── a thread: write, flush, rename ──────────┘       and no step waits for the disk
+    training  ── snapshot ── steps ── steps ── steps ── snapshot ──
+                    └── thread: write, flush, rename ────────────┘
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar.checkpoint import file_format, held_copies, holders, metadata, model_state, part_files
+from tfpar.checkpoint import file_format, holders, metadata, model_state, part_files, remote_copies
 from tfpar.checkpoint.background_writer import Background
 from tfpar.checkpoint.folder import Folder
 from tfpar.checkpoint.metadata import Checkpoint, Position
@@ -38,41 +37,42 @@ from tfpar.reduction import objective
 __all__ = ["Checkpoints", "Position", "Snapshot"]
 
 
-Parts = Sequence[tuple[keras.Variable, np.ndarray]]
+ReplicaMetrics = Sequence[tuple[keras.Variable, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint in memory, copied from the model and the callbacks.
+    """A copy of the training state, to be written as a checkpoint.
 
     Args:
-        step: Updates of the optimizer.
-        arrays: The arrays of this process by their names in the file.
-        state: The JSON of the file.
+        step: Number of optimizer updates.
+        arrays: The arrays of this process, by name.
+        state: The JSON of the checkpoint.
         copies: The arrays of other processes, in their memory.
     """
 
     step: int
     arrays: dict[str, np.ndarray]
     state: dict[str, Any]
-    copies: Sequence[held_copies.Copies]
+    copies: Sequence[remote_copies.Copies]
 
 
 class Checkpoints:
-    """Write and read the checkpoints of one run in a directory.
+    """Write and restore the checkpoints of one run.
 
-    As a context around a training it waits at the end until the last checkpoint is on the disk.
+    A damaged checkpoint is skipped with a warning; a checkpoint of another run is refused. As a context manager, it
+    waits at its end until the last checkpoint is on disk.
 
     Args:
-        directory: The folder; created if absent. In a pipeline across workers all machines must share it.
-        every_seconds: The minimum time between two checkpoints; 0 saves one after every call.
-        keep: Number of the newest checkpoints to keep.
-        asynchronous: Whether `save` returns once the state is copied, and a thread writes the file; otherwise `save`
-            returns once the file is written. There is at most one write at a time.
-        run: The identity of the run, stored in its files; None for that of the files in the folder, or a new one.
+        directory: The folder; created if absent. In a pipeline over workers, all machines must share it.
+        every_seconds: Minimum time between checkpoints; 0 writes one after every call of the compiled loop.
+        keep: Number of checkpoints to keep; the oldest are removed.
+        asynchronous: Whether a thread writes the file while training goes on.
+        run: The identity of the run, stored in its checkpoints. None: that of the checkpoints in the folder, or a new
+            one.
 
     Raises:
-        ValueError: If `keep` is below 1 or `every_seconds` negative.
+        ValueError: If `keep` is below 1 or `every_seconds` is negative.
 
     Example:
         >>> trainer.fit(dataset, epochs=5, checkpoints=tfpar.Checkpoints("runs/digits/checkpoints"))
@@ -102,24 +102,23 @@ class Checkpoints:
 
     @property
     def directory(self) -> Path:
-        """The folder."""
+        """The folder of the checkpoints."""
         return self._folder.path
 
     def __enter__(self) -> Checkpoints:
-        """Return the object itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Wait for the last write, and raise its error, or print it if the context ends with another error."""
+        """Wait for the last write; print its error, in place of raising it, if the block has raised another one."""
         try:
             self.wait()
-        except (OSError, tf.errors.OpError) as not_written:  # the latter of a worker that is lost
+        except (OSError, tf.errors.OpError) as write_error:  # the latter if a worker is lost
             if error is None:
                 raise
-            print(f"warning: the last checkpoint is not written: {not_written}.", file=sys.stderr)
+            print(f"warning: the last checkpoint is not written: {write_error}.", file=sys.stderr)
 
     def due(self) -> bool:
-        """Return whether the next checkpoint is due; False while one is being written.
+        """Return whether it is time for a checkpoint; False while one is being written.
 
         Raises:
             OSError: If the last checkpoint could not be written.
@@ -129,25 +128,26 @@ class Checkpoints:
         self.wait()
         return time.monotonic() - self._saved_at >= self._every_seconds
 
-    def save(self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()) -> Path | None:
-        """Save a checkpoint and remove the oldest beyond `keep`; wait for the previous write first.
+    def save(
+        self, model: keras.Model, position: Position, callbacks: dict[str, Any], replica_metrics: ReplicaMetrics = ()
+    ) -> Path | None:
+        """Write a checkpoint, after the previous write, and remove those beyond `keep`.
 
         Args:
             model: The model, with its optimizer and metrics.
             position: The position of the run.
-            callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
-            parts: Metric variables of each replica, as `Strategy.metric_parts` returns them.
+            callbacks: The state of callbacks, from `callback_state.read`.
+            replica_metrics: Metric variables and their values on each replica, from `Engine.replica_metrics`.
 
         Returns:
-            The file, complete after `wait`; None if a weight is not finite, so that a good checkpoint is not replaced.
+            The file, complete after `wait`; None if a weight is not finite, in which case nothing is written.
 
         Raises:
-            OSError: If the disk is full or the folder cannot be written; earlier checkpoints are kept. For an
-                asynchronous write it is raised by the next call of `save`, `due` or `wait`.
+            OSError: If the file cannot be written. An asynchronous write raises it in the next `save`, `due` or `wait`.
         """
         self.wait()
-        self._make()
-        snapshot = self.snapshot(model, position, callbacks, parts)
+        self._make_folder()
+        snapshot = self.snapshot(model, position, callbacks, replica_metrics)
         self._saved_at = time.monotonic()
         if snapshot is None:
             return None
@@ -161,34 +161,24 @@ class Checkpoints:
         return path
 
     def snapshot(
-        self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()
+        self, model: keras.Model, position: Position, callbacks: dict[str, Any], replica_metrics: ReplicaMetrics = ()
     ) -> Snapshot | None:
-        """Copy the state of a checkpoint.
-
-        Args:
-            model: The model, with its optimizer and metrics.
-            position: The position of the run.
-            callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
-            parts: Metric variables of each replica, as `Strategy.metric_parts` returns them.
-
-        Returns:
-            The copy; None if a weight is not finite.
-        """
+        """Return a copy of the training state, from the arguments of `save`; None if a weight is not finite."""
         variables = model_state.state_variables(model)
-        copies, finite = held_copies.copy(model, variables)
+        copies, finite = remote_copies.copy(model, variables)
         if not finite:
             return None
-        arrays, finite = model_state.read_at_once(model, without=holders.hosts_of(variables))
+        arrays, finite = model_state.read_at_once(model, without=holders.remote_hosts(variables))
         if not finite:
             return None
         names = model_state.names(model)
-        named = {names[id(variable)]: values for variable, values in parts if id(variable) in names}
+        named = {names[id(variable)]: values for variable, values in replica_metrics if id(variable) in names}
         arrays |= {name: model_state.storable(values.sum(axis=0, dtype=values.dtype)) for name, values in named.items()}
         step = int(model.optimizer.iterations.numpy())
         return Snapshot(step, *metadata.pack(arrays, named, step, position, callbacks, self._folder.identity()), copies)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk.
+        """Wait until the last checkpoint is on disk.
 
         Raises:
             OSError: If it could not be written.
@@ -196,11 +186,7 @@ class Checkpoints:
         self._background.wait()
 
     def redirect(self, directory: Path) -> None:
-        """Save the next checkpoints in another folder, and ignore the error of the last write.
-
-        Args:
-            directory: The folder; created if absent.
-        """
+        """Write the next checkpoints to another folder, and ignore an error of the last write."""
         with contextlib.suppress(OSError, tf.errors.OpError):
             self.wait()
         self._folder.path, self._is_made = directory, False
@@ -209,47 +195,45 @@ class Checkpoints:
         self,
         model: keras.Model,
         assign: model_state.Assign = keras.Variable.assign,
-        assign_parts: model_state.Assign | None = None,
+        assign_replicas: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]] | None:
-        """Restore the newest readable checkpoint; variables of other processes are read there.
+        """Restore the newest undamaged checkpoint; other processes read their own variables.
 
         Args:
             model: The model, with its optimizer and metrics.
             assign: Sets a variable.
-            assign_parts: Sets the metric variable of each replica; None if only their sum is needed.
+            assign_replicas: Sets a metric variable on each replica. None: only the sum over replicas is restored.
 
         Returns:
-            The position and the state of the callbacks; None if there is no checkpoint.
+            The position and the state of callbacks; None if there is no checkpoint.
 
         Raises:
-            ValueError: If the checkpoint is of another model or another run, every checkpoint is damaged, or a process
-                that holds variables does not see the folder.
-            OSError: If the folder cannot be written, which would fail at the first checkpoint.
+            ValueError: If the checkpoint is of another model or run, every checkpoint is damaged, or another process
+                with variables of the model cannot access the folder.
+            OSError: If the folder cannot be written, as the first checkpoint would need.
         """
         self._check_writable()
         if file_format.paths(self.directory):
             _build_optimizers(model)
-        hosts = holders.hosts_of(model_state.state_variables(model))
+        hosts = holders.remote_hosts(model_state.state_variables(model))
         holders.check_folder(self.directory, sorted(set(hosts.values())))
-        found = self._newest(hosts)
-        return None if found is None else self._assign(model, found[1], assign, assign_parts)
+        newest = self._newest(hosts)
+        return None if newest is None else self._assign(model, newest[1], assign, assign_replicas)
 
     def read(self) -> bytes | None:
-        """Return the newest readable checkpoint as bytes, to `load` it on a worker without that disk.
-
-        Returns:
-            The bytes; None if there is no checkpoint.
+        """Return the newest undamaged checkpoint as bytes for `load` on other workers; None if there is none.
 
         Raises:
             ValueError: If every checkpoint is damaged.
             OSError: If the folder cannot be written.
         """
         self._check_writable()
-        while (found := self._newest({})) is not None:
-            if found[1].has_part_files:
-                return metadata.to_bytes(found[1])
-            with contextlib.suppress(FileNotFoundError):  # removed since by the training process
-                return found[0].read_bytes()
+        while (newest := self._newest({})) is not None:
+            path, checkpoint = newest
+            if checkpoint.has_part_files:
+                return metadata.to_bytes(checkpoint)
+            with contextlib.suppress(FileNotFoundError):  # the training process has removed it
+                return path.read_bytes()
         return None
 
     def load(
@@ -257,44 +241,42 @@ class Checkpoints:
         model: keras.Model,
         blob: bytes,
         assign: model_state.Assign = keras.Variable.assign,
-        assign_parts: model_state.Assign | None = None,
+        assign_replicas: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]]:
-        """Restore the bytes that `read` returned, here or on another worker.
+        """Restore the bytes that `read` returned on any worker.
 
         Args:
             model: The model, with its optimizer and metrics.
             blob: The bytes of a checkpoint.
             assign: Sets a variable.
-            assign_parts: Sets the metric variable of each replica; None if only their sum is needed.
+            assign_replicas: Sets a metric variable on each replica. None: only the sum over replicas is restored.
 
         Returns:
-            The position and the state of the callbacks.
+            The position and the state of callbacks.
 
         Raises:
-            ValueError: If the checkpoint is of another model, or damaged.
+            ValueError: If the checkpoint is of another model or damaged.
         """
         _build_optimizers(model)
-        return self._assign(model, metadata.unpack(blob), assign, assign_parts)
+        return self._assign(model, metadata.unpack(blob), assign, assign_replicas)
 
     def position(self) -> Position | None:
-        """Return the position of the newest readable checkpoint; None if there is no checkpoint.
-
-        Of part files the sizes are compared, and the checksums only in `restore`.
+        """Return the position of the newest undamaged checkpoint; None if there is no checkpoint.
 
         Raises:
             ValueError: If every checkpoint is damaged.
         """
-        found = self._newest(None)
-        return None if found is None else found[1].position
+        newest = self._newest(None)  # which compares the sizes of part files, not their checksums
+        return None if newest is None else newest[1].position
 
-    def _make(self) -> None:
-        """Create the folder, but only once: a folder that is removed during a run must cause an error."""
+    def _make_folder(self) -> None:
+        """Create the folder, but only once: removing it during a run must cause an error."""
         if not self._is_made:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._is_made = True
 
     def _check_writable(self) -> None:
-        self._make()
+        self._make_folder()
         with tempfile.TemporaryFile(dir=self.directory):
             pass
 
@@ -303,21 +285,24 @@ class Checkpoints:
         return self._folder.newest(hosts)
 
     def _assign(
-        self, model: keras.Model, found: Checkpoint, assign: model_state.Assign, assign_parts: model_state.Assign | None
+        self,
+        model: keras.Model,
+        checkpoint: Checkpoint,
+        assign: model_state.Assign,
+        assign_replicas: model_state.Assign | None,
     ) -> tuple[Position, dict[str, Any]]:
-        # Older files do not contain their step.
-        origin = f"The newest file in {self.directory}" if found.step is None else str(self._path(found.step))
-        model_state.assign_arrays(model_state.state_variables(model), found.arrays, origin, assign)
-        if assign_parts is not None:
-            model_state.assign_parts(model, found.parts, assign_parts)
-        return found.position, found.callbacks
+        origin = str(self._path(checkpoint.step))
+        model_state.assign_arrays(model_state.state_variables(model), checkpoint.arrays, origin, assign)
+        if assign_replicas is not None:
+            model_state.assign_replica_metrics(model, checkpoint.replica_metrics, assign_replicas)
+        return checkpoint.position, checkpoint.callbacks
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}.npz"
 
 
 def _build_optimizers(model: keras.Model) -> None:
-    """Create the variables of optimizers: a model that was only evaluated has one without."""
+    """Create the variables of optimizers, which a model has not if it was only evaluated."""
     if model.built:
         for optimizer, weights in objective.updates_of(model):
             if optimizer is not None and not optimizer.built:

@@ -1,4 +1,4 @@
-"""Checksums that TensorFlow computes in any process of a job."""
+"""Checksums that TensorFlow computes on any process of a job."""
 
 from __future__ import annotations
 
@@ -8,33 +8,26 @@ import numpy as np
 import tensorflow as tf
 
 
-def of_bytes(tensor: Any) -> tf.Tensor:
-    """Return FarmHash's 64 bit fingerprint of a tensor's bytes, `[1, 8]`, on the device of the scope.
-
-    Args:
-        tensor: A tensor of numbers.
-    """
+def fingerprint(tensor: Any) -> tf.Tensor:
+    """Return the 64-bit FarmHash fingerprint of a tensor's bytes, `[1, 8]`, on the current device."""
     return tf.raw_ops.Fingerprint(data=tf.reshape(tensor, [1, -1]), method="farmhash64")
 
 
-def texts(fingerprints: tf.Tensor) -> list[str]:
-    """Return fingerprints, `[number, 8]`, in 16 hexadecimal digits each.
+def to_hex(fingerprints: tf.Tensor) -> list[str]:
+    """Return each of the fingerprints `[fingerprints, 8]` as 16 hexadecimal digits.
 
-    >>> texts(tf.constant([[0, 1, 2, 3, 4, 5, 6, 255]], tf.uint8))
+    >>> to_hex(tf.constant([[0, 1, 2, 3, 4, 5, 6, 255]], tf.uint8))
     ['00010203040506ff']
     """
     return [row.tobytes().hex() for row in fingerprints.numpy()]
 
 
 def checksum(array: np.ndarray) -> str:
-    """Return the checksum of an array's bytes in this process, in 16 hexadecimal digits.
-
-    Args:
-        array: An array of numbers.
+    """Return the checksum of an array, computed in this process, as 16 hexadecimal digits.
 
     Example:
         >>> len(checksum(np.zeros(3)))
         16
     """
     with tf.device("CPU:0"):
-        return texts(of_bytes(np.ascontiguousarray(array).reshape(-1).view("uint8")))[0]
+        return to_hex(fingerprint(np.ascontiguousarray(array).reshape(-1).view("uint8")))[0]

@@ -1,4 +1,4 @@
-"""The checkpoints of one run in a folder: the newest readable one, and the identity of the run."""
+"""The folder with the checkpoints of a run: its newest undamaged checkpoint, and the identity of the run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfpar.checkpoint import file_format, held_arrays, metadata
+from tfpar.checkpoint import file_format, metadata, remote_arrays
 from tfpar.checkpoint.metadata import Checkpoint
 
 
 class Folder:
-    """The checkpoints of one run in a folder.
+    """The folder with the checkpoints of a run.
 
     Args:
         path: The folder.
-        run: The identity of the run; None for that of the files in the folder, or a new one.
+        run: The identity of the run. None: that of the checkpoints in the folder, or a new one.
     """
 
     def __init__(self, path: Path, run: str | None) -> None:
@@ -26,21 +26,21 @@ class Folder:
         self._damaged: set[Path] = set()
 
     def identity(self) -> str:
-        """Return the identity of the run: the given one, that of the files in the folder, or a new one."""
+        """Return the identity of the run."""
         if self._run is None:
-            found = (file_format.run_of(path) for path in reversed(file_format.paths(self.path)))
-            self._run = next((run for run in found if run is not None), uuid.uuid4().hex)
+            runs = (file_format.read_run(path) for path in reversed(file_format.paths(self.path)))
+            self._run = next((run for run in runs if run is not None), uuid.uuid4().hex)
         return self._run
 
     def newest(self, hosts: Mapping[str, str] | None = None) -> tuple[Path, Checkpoint] | None:
-        """Read the newest checkpoint that is not damaged.
+        """Read the newest undamaged checkpoint.
 
         Args:
-            hosts: The CPU of the process that reads an array, by the names of arrays of other processes; None for a
-                look at the rest of the checkpoint alone.
+            hosts: For arrays that other processes read, the CPU of that process by array name. None: read no state
+                variables, only the rest of the checkpoint.
 
         Returns:
-            Its file and the checkpoint; None if there is none.
+            The file and the checkpoint; None if there is none.
 
         Raises:
             ValueError: If every checkpoint is damaged, or one is of another run.
@@ -48,14 +48,14 @@ class Folder:
         paths = file_format.paths(self.path)
         for path in reversed(paths):
             try:
-                found = _read(path, hosts)
-            except FileNotFoundError:  # removed since by the training process: there is a newer one
+                checkpoint = _read(path, hosts)
+            except FileNotFoundError:  # the training process has removed it, and so has written a newer one
                 return self.newest(hosts)
             except file_format.DamagedError as error:
                 self._warn_once(path, error)
             else:
                 self._refuse_others(paths)
-                return path, found
+                return path, checkpoint
         if paths:
             raise ValueError(
                 f"Every checkpoint in {self.path} is damaged, the newest is {paths[-1].name}. "
@@ -64,8 +64,8 @@ class Folder:
         return None
 
     def _refuse_others(self, paths: Sequence[Path]) -> None:
-        """Refuse a folder with checkpoints of another run: they would be resumed, or removed as the oldest."""
-        runs = {path: file_format.run_of(path) for path in paths}
+        """Raise an error if there are checkpoints of another run: they would be resumed from, or removed."""
+        runs = {path: file_format.read_run(path) for path in paths}
         others = [path for path, run in runs.items() if run not in (None, self.identity())]
         if others:
             raise ValueError(
@@ -80,15 +80,15 @@ class Folder:
 
 
 def _read(path: Path, hosts: Mapping[str, str] | None) -> Checkpoint:
-    found = metadata.unpack(path, lambda name: hosts is None or name in hosts)
-    if found.step not in (None, file_format.step_of(path)):
-        raise file_format.DamagedError(f"it is of step {found.step}")
+    checkpoint = metadata.unpack(path, lambda name: hosts is None or name in hosts)
+    if checkpoint.step != file_format.parse_step(path):
+        raise file_format.DamagedError(f"it is of step {checkpoint.step}")
     if not hosts:
-        return found
+        return checkpoint
     try:
-        held = held_arrays.read(found.stored, hosts)
+        arrays = remote_arrays.read(checkpoint.stored, hosts)
     except FileNotFoundError as error:
         if not path.exists():
             raise
         raise file_format.DamagedError(f"its holders do not find {Path(error.filename).name}") from error
-    return dataclasses.replace(found, arrays={**found.arrays, **held}, stored={})
+    return dataclasses.replace(checkpoint, arrays={**checkpoint.arrays, **arrays}, stored={})

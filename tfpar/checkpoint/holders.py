@@ -1,7 +1,7 @@
-"""Holders: other processes with variables of the model, which write these to files and read them from files.
+"""Holders: other processes that hold variables of the model, and write them to files and read them from files.
 
-The first process of a pipeline across workers runs all steps, and the others run TensorFlow's server, without Python.
-So a holder copies, writes and reads by TensorFlow operations on its CPU; the first process receives checksums only.
+In a pipeline over workers, the first process runs all steps; the others run TensorFlow's server, without Python. So
+holders copy, write and read by TensorFlow operations on their CPUs, and send only checksums to the first process.
 
     first process   ── save ─┬─ its own file                step-00000240.npz
     holder, task 1           └─ copies, checksums, SaveV2   step-00000240.3f9c21ab.1-of-1.part
@@ -19,18 +19,15 @@ import tensorflow as tf
 
 from tfpar._compat import tf_distribute
 
-_OF_FOLDER = (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.FailedPreconditionError,
-              tf.errors.UnimplementedError, tf.errors.UnknownError)  # fmt: skip
+_FOLDER_ERRORS = (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.FailedPreconditionError,
+                  tf.errors.UnimplementedError, tf.errors.UnknownError)  # fmt: skip
 
 
-def hosts_of(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the CPU of the process that holds a variable, for each variable of another process, by name.
-
-    Args:
-        variables: State variables by name.
+def remote_hosts(variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by name, the CPU of the process that holds a variable, for each variable of another process.
 
     Example:
-        >>> hosts_of({"weights/kernel": keras.Variable([1.0])})
+        >>> remote_hosts({"weights/kernel": keras.Variable([1.0])})
         {}
     """
     memories = {name: tf_distribute.local_memory(variable) for name, variable in variables.items()}
@@ -48,7 +45,7 @@ def _is_number(dtype: tf.DType) -> bool:
 
 
 def label(host: str) -> str:
-    """Return a short name of a process.
+    """Return a short name for a process.
 
     >>> label("/job:worker/replica:0/task:1/device:CPU:0")
     'worker 1'
@@ -57,30 +54,30 @@ def label(host: str) -> str:
 
 
 def check_folder(folder: Path, hosts: Sequence[str]) -> None:
-    """Check that other processes read and write the files of a folder of this process.
+    """Raise an error unless other processes can read and write the files of a folder.
 
     Args:
         folder: An existing folder.
-        hosts: The CPU of each of them.
+        hosts: The CPUs of the processes.
 
     Raises:
-        ValueError: If one does not; it names the process.
+        ValueError: If a process cannot; the message names it.
     """
     for host in hosts:
         token = secrets.token_hex(4)
-        mine, its = (folder / f".probe-{number}.{token}.unfinished" for number in (0, 1))
+        own_file, other_file = (folder / f".probe-{number}.{token}.unfinished" for number in (0, 1))
         try:
-            mine.write_text(token, encoding="utf-8")
+            own_file.write_text(token, encoding="utf-8")
             with tf.device(host):
-                tf.io.write_file(str(its.absolute()), tf.io.read_file(str(mine.absolute())))
-                found = tf.io.read_file(str(its.absolute())).numpy().decode()
-            sees = found == token and its.read_text(encoding="utf-8") == token
-        except (*_OF_FOLDER, FileNotFoundError):
-            sees = False
+                tf.io.write_file(str(other_file.absolute()), tf.io.read_file(str(own_file.absolute())))
+                written = tf.io.read_file(str(other_file.absolute())).numpy().decode()
+            is_shared = written == token and other_file.read_text(encoding="utf-8") == token
+        except (*_FOLDER_ERRORS, FileNotFoundError):
+            is_shared = False
         finally:
-            for path in (mine, its):
+            for path in (own_file, other_file):
                 path.unlink(missing_ok=True)
-        if not sees:
+        if not is_shared:
             raise ValueError(
                 f"All workers must read and write the folder of the checkpoints, and {label(host)} does not in "
                 f"{folder.absolute()}. Mount a shared folder under the same path on every machine, and keep the "

@@ -1,4 +1,4 @@
-"""The JSON part of a checkpoint: written, and validated when it is read."""
+"""The JSON of a checkpoint, which is validated when it is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -18,22 +18,18 @@ _REPLICAS = "replicas/"
 _LARGEST = 2**63 - 1  # of TensorFlow's integers
 
 
-_NOT_IN_OLDER_FILES = {"steps_per_epoch", "batch_size"}
-
-
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The position of a run: its epoch and step, and its place in the training data.
+    """The position of a run in its epochs and in the data.
 
     Args:
         epoch: Completed epochs.
         step: Completed steps of the current epoch.
-        passes: Passes over the dataset before the current one.
+        passes: Completed passes over the dataset.
         batches: Global batches read in the current pass.
         stopped: Whether a callback has ended the training.
-        steps_per_epoch: Steps of the current epoch; 0 if the epoch ends with data of unknown length, and in files of
-            older versions.
-        batch_size: Examples of the first global batch of a pass; 0 in files of older versions.
+        steps_per_epoch: Steps of the current epoch; 0 if unknown.
+        batch_size: Examples in the first global batch of a pass; 0 if unknown.
     """
 
     epoch: int = 0
@@ -47,22 +43,22 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and validated.
+    """A validated checkpoint.
 
     Args:
-        arrays: State variables by name, as `np.ndarray`, or as `HeldArray` in the process that needs them.
-        parts: Metric variables of each replica, `[replicas, ...]`, by name.
-        step: Updates of the optimizer; None in files of older versions.
+        arrays: State variables by name, as `np.ndarray` or, in the memory of another process, `RemoteArray`.
+        replica_metrics: Metric variables of all replicas, `[replicas, ...]`, by name.
+        step: Number of optimizer updates.
         position: The position of the run.
-        callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
-        run: The identity of the run that wrote it; "" in files of older versions.
-        stored: The places of state variables that stay in a file until their holders read them, by name.
-        has_part_files: Whether a part of it is in other files.
+        callbacks: The state of callbacks, from `callback_state.read`.
+        run: The identity of the run.
+        stored: The locations of state variables that other processes still have to read, by name.
+        has_part_files: Whether it has part files.
     """
 
     arrays: dict[str, Any]
-    parts: dict[str, np.ndarray]
-    step: int | None
+    replica_metrics: dict[str, np.ndarray]
+    step: int
     position: Position
     callbacks: dict[str, Any]
     run: str
@@ -72,45 +68,35 @@ class Checkpoint:
 
 def pack(
     arrays: Mapping[str, np.ndarray],
-    parts: Mapping[str, np.ndarray],
+    replica_metrics: Mapping[str, np.ndarray],
     step: int,
     position: Position,
     callbacks: dict[str, Any],
     run: str,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the arrays and the JSON of a checkpoint's file; arrays of callbacks are copied.
+    """Return the arrays and the JSON of a checkpoint file, from the fields of a `Checkpoint`.
 
-    Args:
-        arrays: State variables by name, already copied.
-        parts: Metric variables of each replica, `[replicas, ...]`, by name, already copied.
-        step: Updates of the optimizer.
-        position: The position of the run.
-        callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
-        run: The identity of the run.
+    Only the arrays of callbacks are copied.
     """
     extracted: dict[str, np.ndarray] = {}
-    of_replicas = {_REPLICAS + name: values for name, values in parts.items()}
+    by_replica = {_REPLICAS + name: values for name, values in replica_metrics.items()}
     state = {
         "step": step,
         "run": run,
         "position": dataclasses.asdict(position),
         "callbacks": extract_arrays(callbacks, extracted),
-        "num_arrays": len(arrays) + len(of_replicas) + len(extracted),
+        "num_arrays": len(arrays) + len(by_replica) + len(extracted),
     }
     copies = {name: array.copy() for name, array in extracted.items()}
-    return {**arrays, **of_replicas, **copies}, state
+    return {**arrays, **by_replica, **copies}, state
 
 
 def to_bytes(checkpoint: Checkpoint) -> bytes:
-    """Return a checkpoint as the bytes of one file.
-
-    Args:
-        checkpoint: One whose arrays are all in this process.
-    """
+    """Return a checkpoint, whose arrays must all be in this process, as the bytes of one file."""
     arrays, state = pack(
         checkpoint.arrays,
-        checkpoint.parts,
-        int(checkpoint.step or 0),
+        checkpoint.replica_metrics,
+        checkpoint.step,
         checkpoint.position,
         checkpoint.callbacks,
         checkpoint.run,
@@ -123,10 +109,10 @@ def unpack(source: Path | bytes, stays: Predicate = lambda name: False) -> Check
 
     Args:
         source: A file, or its bytes.
-        stays: Whether a state variable may stay in its file, by its name; it is then in `stored`.
+        stays: Whether the state variable of a name may stay in its file; its location is then in `stored`.
 
     Raises:
-        DamagedError: If it is damaged or no checkpoint.
+        DamagedError: If it is damaged or not a checkpoint.
         OSError: If the file cannot be opened.
     """
     groups = ("weights/", "optimizer/", "metrics/")
@@ -139,19 +125,18 @@ def unpack(source: Path | bytes, stays: Predicate = lambda name: False) -> Check
         raise DamagedError(f"its {STATE} is not JSON") from error
     if not isinstance(state, dict):
         raise DamagedError(f"its {STATE} is not an object")
-    # One flipped bit in the zip's directory can hide members. Older files have no number.
     num_arrays = len(arrays) + len(stored)
-    if num_arrays != state.get("num_arrays", num_arrays):
+    if num_arrays != state.get("num_arrays"):  # a flipped bit in the zip's directory can hide members
         raise DamagedError(f"it has {num_arrays} arrays, and was written with another number")
     if state.get(PART_FILES):
         _add_parts(source, state, stays, arrays, stored)
     finite = {name: array.dtype.kind not in "fc" or bool(np.isfinite(array).all()) for name, array in arrays.items()}
-    finite |= {name: place.is_finite for name, place in stored.items()}
+    finite |= {name: location.is_finite for name, location in stored.items()}
     for name, is_finite in finite.items():
         if name.startswith("weights/") and not is_finite:
             raise DamagedError(f"{name[:60]} is not finite")  # never written by a run
-    step, run = state.get("step"), state.get("run", "")
-    if step is not None and not _is_number(step):
+    step, run = state.get("step"), state.get("run")
+    if not _is_number(step):
         raise DamagedError(f"its step is {step!r:.40}")
     if not isinstance(run, str):
         raise DamagedError(f"its run is {run!r:.40}")
@@ -177,20 +162,20 @@ def _add_parts(
 ) -> None:
     if isinstance(source, bytes):
         raise DamagedError("its parts are in other files")
-    of_parts, stored_in_parts = part_files.unpack(source, state, stays)
-    if twice := {*of_parts, *stored_in_parts} & {*arrays, *stored}:
-        raise DamagedError(f"it has two arrays {min(twice)[:40]!r}")
-    arrays.update(of_parts)
-    stored.update(stored_in_parts)
+    part_arrays, part_stored = part_files.unpack(source, state, stays)
+    if repeated := {*part_arrays, *part_stored} & {*arrays, *stored}:
+        raise DamagedError(f"it has two arrays {min(repeated)[:40]!r}")
+    arrays.update(part_arrays)
+    stored.update(part_stored)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _position(values: Any) -> Position:
     fields = {field.name for field in dataclasses.fields(Position)}
-    if not isinstance(values, dict) or not fields - _NOT_IN_OLDER_FILES <= {*values} <= fields:
+    if not isinstance(values, dict) or {*values} != fields:
         raise DamagedError(f"its position is {values!r:.40}")
     for name, value in values.items():
         if not (isinstance(value, bool) if name == "stopped" else _is_number(value)):
@@ -199,12 +184,12 @@ def _position(values: Any) -> Position:
 
 
 def _callbacks(values: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    if not isinstance(values, dict) or not all(isinstance(one, dict) for one in values.values()):
+    if not isinstance(values, dict) or not all(isinstance(attributes, dict) for attributes in values.values()):
         raise DamagedError("it has no state of callbacks")
     try:
-        found: dict[str, Any] = insert_arrays(values, arrays)
+        callbacks: dict[str, Any] = insert_arrays(values, arrays)
     except KeyError as error:
         raise DamagedError(f"it lacks the array {error}"[:100]) from error
     except (TypeError, ValueError) as error:
         raise DamagedError(f"its state of callbacks cannot be read: {error}"[:100]) from error
-    return found
+    return callbacks

@@ -1,7 +1,4 @@
-"""The state of a model by name: read, hash, serialize and restore it.
-
-State has no layout: it is stored by the names of layers and slots, not by device, replica or worker.
-"""
+"""The state of a model, by the names of layers and slots and without a layout: read, hash and restore it."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.optimizers import keras_sharded_slots
-from tfpar._compat.variables import tf_memory_elsewhere
+from tfpar._compat.variables import sharded_memory
 from tfpar.checkpoint import file_format, host_copies
-from tfpar.checkpoint.held_arrays import HeldArray
 from tfpar.checkpoint.model_differences import refusal
+from tfpar.checkpoint.remote_arrays import RemoteArray
 from tfpar.reduction import objective
 
 PACK_BYTES = 4 << 20
 Assign = Callable[[keras.Variable, Any], Any]
-Array = np.ndarray | HeldArray
+Array = np.ndarray | RemoteArray
 
 
 def state_variables(model: keras.Model) -> dict[str, Any]:
-    """Return every variable of a training run by name: weights and random state, optimizer, metrics.
+    """Return every variable of a model, its optimizers and its metrics by name.
 
-    The names are those of layers and slots, without the suffix numbers that Keras adds to repeated names in one
-    process, so that the same model function gives the same names. Equal names are numbered in order.
+    Numbers that Keras appends to repeated names in a process are removed, so that the same model function gives the
+    same names. Equal names are then numbered in order.
 
     Args:
         model: A built model, compiled or not.
@@ -61,34 +58,29 @@ def state_variables(model: keras.Model) -> dict[str, Any]:
 
 
 def names(model: keras.Model) -> dict[int, str]:
-    """Return the name of every state variable by its `id`."""
+    """Return the names of the state variables by their `id`."""
     return {id(variable): name for name, variable in state_variables(model).items()}
 
 
 def describe(model: keras.Model) -> str:
-    """Return a line for each state variable: its name, shape and type."""
+    """Return a line with name, shape and type for each state variable."""
     variables = state_variables(model)
     return "".join(f"{name} {tuple(variable.shape)} {variable.dtype}\n" for name, variable in variables.items())
 
 
 def read_weights(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a copy of every weight and random state with its name, one after another.
-
-    Optimizer state is left out: with `shard="optimizer"` another worker may hold it.
-    """
+    """Yield the name and a copy of each weight and random state, but no optimizer state, which may be sharded."""
     for name, variable in state_variables(model).items():
         if name.startswith("weights/"):
             yield name, _array(variable)
 
 
 def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dict[str, np.ndarray], bool]:
-    """Return copies of all variables by name, and whether all weights among them are finite.
-
-    Values on GPUs are copied together, and checked there.
+    """Return copies of the state variables by name, and whether the weights are finite.
 
     Args:
         model: A built and compiled model.
-        without: Names of variables that are not copied.
+        without: Names of variables to leave out.
     """
     variables = {name: variable for name, variable in state_variables(model).items() if name not in without}
     copies, finite = host_copies.copy_to_host(model, variables)
@@ -106,13 +98,13 @@ def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dic
 
 
 def _array(variable: Any) -> np.ndarray:
-    """Return a copy of a variable, or the array that another process has lent to it."""
-    lent = tf_memory_elsewhere.lent_array(variable)
+    """Return a copy of a variable, or the array collected for it from another process."""
+    lent = sharded_memory.lent_array(variable)
     return storable(np.asarray(variable.numpy() if lent is None else lent))
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return an array in a type that NumPy can store: bfloat16 becomes float32, without rounding."""
+    """Return an array in a type that NumPy can store: bfloat16 becomes float32."""
     return array.astype("float32") if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
 
 
@@ -122,69 +114,67 @@ def assign_arrays(
     """Set state variables of a model.
 
     Args:
-        variables: State variables by name, as `state_variables` returns them.
-        arrays: The array of each of these variables by name, and no other; those of variables of another process in
-            that process.
-        origin: The origin of the arrays for the message; it begins a sentence.
-        assign: Sets a variable; that of a strategy sets a metric variable on one replica, as replicas are summed.
+        variables: State variables by name.
+        arrays: The value of each of these variables, by the same names.
+        origin: Where the arrays are from, to begin the error message with.
+        assign: Sets a variable. `Engine.assign` sets a metric variable on one replica, as replicas are summed.
 
     Raises:
-        ValueError: If names, shapes or types are those of another model or optimizer; then no variable is set.
+        ValueError: If names, shapes or types do not match; then no variable is set.
     """
     saved = {name: array.shape for name, array in arrays.items()}
-    wanted = {name: tuple(variable.shape) for name, variable in variables.items()}
-    if saved != wanted:
-        raise ValueError(f"{origin} {refusal(saved, wanted)}")
+    expected = {name: tuple(variable.shape) for name, variable in variables.items()}
+    if saved != expected:
+        raise ValueError(f"{origin} {refusal(saved, expected)}")
     converted = {name: _convert(name, arrays[name], variable, origin) for name, variable in variables.items()}
     for name, variable in variables.items():
         array = converted[name]
-        if isinstance(array, HeldArray):
+        if isinstance(array, RemoteArray):
             with tf.device(array.host):
                 assign(variable, array.tensor)
         else:
             assign(variable, array)
 
 
-def assign_parts(model: keras.Model, parts: dict[str, np.ndarray], assign: Assign) -> None:
-    """Set the metric variables of each replica, where shapes match; their sums are set already.
+def assign_replica_metrics(model: keras.Model, replica_metrics: dict[str, np.ndarray], assign: Assign) -> None:
+    """Set the metric variables on each replica where shapes match; `assign_arrays` has set their sums.
 
     Args:
         model: A built and compiled model.
-        parts: `[replicas, ...]` by name.
-        assign: Sets the variable of each replica, if the number of replicas matches.
+        replica_metrics: Values `[replicas, ...]` by name.
+        assign: Sets a variable on each replica if their number matches.
     """
     for name, variable in state_variables(model).items():
-        values = parts.get(name)
-        if values is not None and values.shape[1:] == tuple(variable.shape) and _holds(variable, values):
-            assign(variable, values.astype(_kind(variable)))
+        values = replica_metrics.get(name)
+        if values is None or not values.ndim or values.shape[1:] != tuple(variable.shape):
+            continue
+        dtype = _numpy_type(variable)
+        if np.can_cast(values.dtype, dtype, "same_kind"):
+            assign(variable, values.astype(dtype))
 
 
-def _kind(variable: Any) -> np.dtype[Any]:
-    """Return the NumPy type of a variable; float32 for bfloat16, which NumPy does not have."""
+def _numpy_type(variable: Any) -> np.dtype[Any]:
+    """Return the NumPy type of a variable; float32 for bfloat16, which NumPy lacks."""
     return np.dtype("float32" if variable.dtype == "bfloat16" else variable.dtype)
 
 
-def _holds(variable: Any, array: np.ndarray) -> bool:
-    return array.ndim > 0 and bool(np.can_cast(array.dtype, _kind(variable), "same_kind"))
-
-
 def _convert(name: str, array: Array, variable: Any, origin: str) -> Array:
-    """Return an array in the type of its variable, or refuse one with numbers beyond the range of that type."""
-    kind = _kind(variable)
-    if not np.can_cast(array.dtype, kind, "same_kind"):
+    """Convert an array to the type of its variable; raise an error if a number is out of range."""
+    dtype = _numpy_type(variable)
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ValueError(
             f"{origin} is of another model: {name!r} is {array.dtype} there and {variable.dtype} in this model. Resume "
             "with the model that wrote it, or use another directory."
         )
-    if array.dtype == kind:
+    if array.dtype == dtype:
         return array
     converted: Array
-    if isinstance(array, HeldArray):
-        converted = array.astype(kind)
+    if isinstance(array, RemoteArray):
+        converted = array.astype(dtype)
         fits = converted.is_as_finite_as(array)
     else:
         with np.errstate(over="ignore"):
-            converted = array.astype(kind)
+            converted = array.astype(dtype)
         fits = bool(np.array_equal(np.isfinite(converted), np.isfinite(array)))
     if not fits:
         raise ValueError(
@@ -195,13 +185,13 @@ def _convert(name: str, array: Array, variable: Any, origin: str) -> Array:
 
 
 def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield the state variables of a model by name, in packs of about a given size or of one larger variable.
+    """Yield the state variables of a model by name, in packs for broadcast.
 
-    Variables that one worker alone holds are excluded.
+    Variables that a single worker holds are excluded.
 
     Args:
         model: A built and compiled model.
-        pack_bytes: The size.
+        pack_bytes: Size at which a pack ends.
 
     Example:
         >>> len(list(packs(model, pack_bytes=1 << 30)))
@@ -213,7 +203,7 @@ def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str
         if keras_sharded_slots.holder_of(variable) is not None:
             continue
         pack[name] = variable
-        size_bytes += math.prod(variable.shape) * _kind(variable).itemsize
+        size_bytes += math.prod(variable.shape) * _numpy_type(variable).itemsize
         if size_bytes >= pack_bytes:
             yield pack
             pack, size_bytes = {}, 0
@@ -222,38 +212,28 @@ def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str
 
 
 def to_bytes(variables: dict[str, Any]) -> bytes:
-    """Return the values of state variables as bytes, to broadcast those of the chief.
-
-    Args:
-        variables: State variables by name.
-    """
+    """Return the values of state variables, by name, as bytes for a broadcast."""
     return file_format.encode((name, _array(variable)) for name, variable in variables.items())
 
 
 def assign_bytes(variables: dict[str, Any], blob: bytes, assign: Assign = keras.Variable.assign) -> None:
-    """Set state variables to the values of `to_bytes`.
+    """Set state variables to the values that `to_bytes` returned on the chief.
 
     Args:
         variables: State variables by name.
         blob: The bytes.
-        assign: Sets a variable, as for `assign_arrays`.
+        assign: As for `assign_arrays`.
 
     Raises:
-        ValueError: If it is the state of another model, or damaged.
+        ValueError: If the bytes are the state of another model, or damaged.
     """
     assign_arrays(variables, file_format.decode(blob), "The chief's state", assign)
 
 
 def digest(model: keras.Model) -> str:
-    """Return a SHA-256 of weights, optimizer and random state: equal on two workers if all of these are equal.
+    """Return the SHA-256 of weights, optimizer and random state, as 64 hexadecimal digits.
 
-    Metrics are excluded, since every worker counts its own examples, and variables that one worker alone holds.
-
-    Args:
-        model: A built and compiled model.
-
-    Returns:
-        64 hexadecimal digits.
+    Metrics, which differ between workers, and variables that a single worker holds are excluded.
     """
     total = hashlib.sha256()
     for name, variable in state_variables(model).items():

@@ -1,11 +1,11 @@
-"""The checks of `python -m tfpar.doctor`: this machine, each device by itself, devices together, a model, workers.
+"""The checks of `python -m tfpar.doctor`: the machine, each device, all devices together, a model, the network.
 
-report         the result of a check, and results as text and JSON
-machine        versions, driver, memory, without TensorFlow
-processes      tasks in processes of their own, with time limits
-..._tasks      what they compute there
-devices        each device by itself, and several together
-models         a user's model on each device and under its strategy
+report         the result of a check; results as text and JSON
+machine        versions, driver and memory, without TensorFlow
+processes      tasks in subprocesses with time limits
+..._tasks      the code that runs in those subprocesses
+devices        each device alone, and all together
+models         a user's model on each device
 workers        the network between workers
-doctor         all checks in their order
+doctor         all checks, in order
 """

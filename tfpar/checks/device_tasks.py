@@ -1,6 +1,6 @@
-"""What the doctor's processes compute on devices: each by itself against NumPy, and several together.
+"""Device tests, run in subprocesses: each device alone against NumPy, and several together.
 
-The operands are small whole numbers, so that the right result is exact in float32, and in TensorFloat-32 too.
+Operands are small integers, so that results are exact in float32 and even in TensorFloat-32.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tfpar.strategies.mirrored import chosen_all_reduce
 
 HOST = "host"
 _SIZE, _CHANNELS, _IMAGE = 256, 8, 24
-_ALLOWED = 0.25  # an algorithm of cuDNN may compute with fractions; the right result is whole
+_ALLOWED = 0.25  # cuDNN algorithms may round intermediate fractions; exact results are integers
 _ROUNDS, _MOST_ROUNDS = 5, 20
 _SIZES_BYTES = (4 << 10, 1 << 20, 32 << 20)
 
 
 def see() -> dict[str, Any]:
-    """Return the devices of TensorFlow, and what it was built with; it starts every GPU."""
+    """Return the devices of TensorFlow and its build info. It starts every GPU."""
     build, visible = tf.sysconfig.get_build_info(), tf.config.list_physical_devices("GPU")
     return {
         "num_cpus": len(tf.config.list_logical_devices("CPU")),
@@ -39,14 +39,14 @@ def see() -> dict[str, Any]:
 
 
 def examine(device: str) -> dict[str, Any]:
-    """Run a product, a convolution and a function compiled with XLA on one device.
+    """Run a matrix product, a convolution and an XLA-compiled function on one device.
 
     Args:
-        device: A short name.
+        device: The short name of the device.
 
     Returns:
-        For each operation the largest error, the number of wrong values and the seconds of the first call; or the
-        message of its error.
+        For each operation, the largest error, the number of wrong values and the seconds of the first call, or the
+        error message.
     """
     results: dict[str, Any] = {}
     for name, operation in {"product": product, "convolution": convolution, "XLA": compiled}.items():
@@ -69,13 +69,13 @@ def examine(device: str) -> dict[str, Any]:
 
 
 def product(device: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return a product of two matrices, and the right one."""
+    """Return a matrix product and its expected value."""
     left, right = _whole(_SIZE, _SIZE), _whole(_SIZE, _SIZE)
     return (tf.constant(left) @ tf.constant(right)).numpy(), left.astype("float64") @ right
 
 
 def convolution(device: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return a convolution of images with 3x3 filters, and the right one."""
+    """Return a 3x3 convolution and its expected value."""
     images, filters = _whole(4, _IMAGE, _IMAGE, _CHANNELS), _whole(3, 3, _CHANNELS, _CHANNELS)
     windows = np.lib.stride_tricks.sliding_window_view(images.astype("float64"), (3, 3), axis=(1, 2))
     actual = tf.nn.conv2d(tf.constant(images), tf.constant(filters), 1, "VALID").numpy()
@@ -83,7 +83,7 @@ def convolution(device: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compiled(device: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the result of a function that XLA compiles for the device, and the right one."""
+    """Return the result of an XLA-compiled function and its expected value."""
     values = _whole(_SIZE, _SIZE)
     function = tf.function(lambda x: tf.reduce_sum(tf.maximum(x * 3.0 + 1.0, 0.0), axis=1), jit_compile=True)
     return function(tf.constant(values)).numpy(), np.maximum(values * 3.0 + 1.0, 0.0).sum(1)
@@ -94,11 +94,11 @@ def _whole(*shape: int) -> np.ndarray:
 
 
 def measure(devices: Sequence[str], slow_factor: float) -> dict[str, Any]:
-    """Measure several devices.
+    """Measure several devices together.
 
     Returns:
-        "seconds" of the same product on each device; "copies" between each ordered pair, with GPUs from and to the
-        host too; and "all_reduce" for several sizes, None for one device.
+        "seconds" of the same product on each device; "copies" between each ordered pair of devices, and between GPUs
+        and the host; "all_reduce" by size, None for one device.
     """
     places = [HOST, *devices] if devices[0].startswith("GPU") else devices
     return {
@@ -109,13 +109,13 @@ def measure(devices: Sequence[str], slow_factor: float) -> dict[str, Any]:
 
 
 def _speeds(devices: Sequence[str], slow_factor: float) -> dict[str, float]:
-    """Return the best time of each device: other programs make a device slower, never faster."""
+    """Return the best time of each device: other programs can only slow a device down."""
     products = {device: _chain_of_products(device) for device in devices}
     best = dict.fromkeys(devices, float("inf"))
     for number in range(_MOST_ROUNDS):
         if number >= _ROUNDS and max(best.values()) <= slow_factor * float(np.median(list(best.values()))):
             break
-        for device in devices:  # in turn, so that a change of the machine's load meets all of them
+        for device in devices:  # interleaved, so that changes in the machine's load affect all of them
             at_stage(f"the speed of {device}")
             best[device] = min(best[device], product_seconds(device, products[device]))
     return best
@@ -134,12 +134,12 @@ def _chain_of_products(device: str) -> Callable[[], Any]:
             return tf.reduce_sum(result)
 
     function: Callable[[], Any] = tf.function(total)
-    function()  # traces and warms up
+    function()  # trace and warm up
     return function
 
 
 def product_seconds(device: str, total: Callable[[], Any]) -> float:
-    """Return the seconds of some products on a device, to the result on the host."""
+    """Return the seconds of a chain of products on a device, until the result is on the host."""
     begin = time.perf_counter()
     total().numpy()
     return time.perf_counter() - begin
@@ -149,13 +149,13 @@ def _copy(source: str, target: str) -> dict[str, Any]:
     at_stage(f"the copy from {source} to {target}")
     num_bytes = (64 if "GPU" in source + target else 4) << 20
     bits = np.random.default_rng(0).integers(0, 1 << 32, num_bytes // 4, dtype="uint32")
-    # As floats: TensorFlow keeps integers of 32 bits on the host. All bits arrive, also those of NaN.
-    # Two tensors: TensorFlow keeps the copy of one, and copies it only once.
+    # As floats, because TensorFlow keeps int32 tensors on the host. Copies preserve all bits, even those of NaN.
+    # Two tensors, because TensorFlow caches the copy of a tensor.
     with tf.device(_device(source)):
-        other, there = (tf.identity(tf.constant(bits.view("float32"))) for _ in range(2))
-    copied(other, source, target)  # the first copy sets up the connection
+        warmup, values = (tf.identity(tf.constant(bits.view("float32"))) for _ in range(2))
+    copied(warmup, source, target)  # the first copy sets up the connection
     begin = time.perf_counter()
-    arrived = copied(there, source, target)
+    arrived = copied(values, source, target)
     seconds = time.perf_counter() - begin
     num_wrong = int(np.count_nonzero(arrived.numpy().view("uint32") ^ bits))
     figures = {"num_wrong": num_wrong, "num_words": bits.size, "gb_per_second": bits.nbytes / seconds / 1e9}
@@ -163,7 +163,7 @@ def _copy(source: str, target: str) -> dict[str, Any]:
 
 
 def copied(values: tf.Tensor, source: str, target: str) -> tf.Tensor:
-    """Return a copy of a tensor on another device, once it has arrived."""
+    """Copy a tensor to another device, and wait until it has arrived."""
     with tf.device(_device(target)):
         arrived = tf.identity(values)
         if target.startswith("GPU"):
@@ -176,7 +176,7 @@ def _device(place: str) -> str:
 
 
 def _all_reduce(devices: Sequence[str]) -> dict[str, Any]:
-    """Sum tensors of several sizes over all devices, with the all-reduce that `Mirrored` chooses."""
+    """Measure the all-reduce that `Mirrored` chooses, for several sizes."""
     at_stage("the set-up of the all-reduce")
     home: Any = tfpar.Mirrored(list(devices)).engine.home
     algorithm = chosen_all_reduce("auto", devices, cluster.card_numbers(devices))
@@ -184,7 +184,7 @@ def _all_reduce(devices: Sequence[str]) -> dict[str, Any]:
 
 
 def _summed(home: Any, devices: Sequence[str], num_bytes: int) -> dict[str, Any]:
-    """Sum whole numbers, whose sum is exact, and return the best time and the devices with a wrong sum."""
+    """All-reduce integers, whose sum is exact; return the best time and the devices with wrong sums."""
     at_stage(f"the all-reduce of {num_bytes >> 10} KiB")
     pattern, number = (np.arange(num_bytes // 4) % 7).astype("float32"), len(devices)
     own = home.experimental_distribute_values_from_function(
@@ -192,8 +192,8 @@ def _summed(home: Any, devices: Sequence[str], num_bytes: int) -> dict[str, Any]
     )
 
     def sums(values: Any, size: int | None) -> Any:
-        def on_replica(part: tf.Tensor) -> tf.Tensor:
-            return tf.distribute.get_replica_context().all_reduce("sum", part)[:size]
+        def on_replica(local: tf.Tensor) -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_reduce("sum", local)[:size]
 
         return home.experimental_local_results(home.run(on_replica, args=(values,)))
 

@@ -1,4 +1,4 @@
-"""Which devices TensorFlow sees, whether each computes rightly by itself, and how they work together."""
+"""Checks of devices: which ones TensorFlow sees, whether each computes correctly, and how they work together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tfpar.checks.report import Check
 from tfpar.cluster.gpu import gpus
 
 SECONDS = 60.0
-SLOW_FACTORS = {"GPU": 1.1, "CPU": 1.5}  # of the median; logical CPUs share cores with each other and other programs
-# Lines that TensorFlow 2.21 prints while it looks for GPUs, what they mean, and the way out.
+SLOW_FACTORS = {"GPU": 1.1, "CPU": 1.5}  # times the median; logical CPUs share cores with other programs
+# Lines that TensorFlow 2.21 prints while it looks for GPUs, their meaning, and the way out.
 _NOT_SEEN = (
     (
         "Cannot dlopen some GPU libraries|Could not load dynamic library",
@@ -26,7 +26,7 @@ _NOT_SEEN = (
         "Load the driver again, or restart the machine.",
     ),
     (
-        "Could not find cuda drivers",  # cuInit fails after it, too
+        "Could not find cuda drivers",  # before "failed call to cuInit", which follows it
         "TensorFlow finds no libcuda.so.1",
         "In a container, start it with --gpus all; else install NVIDIA's driver.",
     ),
@@ -43,8 +43,10 @@ _ALGORITHMS = {
 }
 
 
-def on_device(function: str, device: str, available: gpus.Found, seconds: float = SECONDS, **arguments: Any) -> Task:
-    """Return a task on one device, in whose process the other GPUs are not visible."""
+def on_device(
+    function: str, device: str, available: gpus.VisibleGpus, seconds: float = SECONDS, **arguments: Any
+) -> Task:
+    """Return a task on one device, in a process that does not see the other GPUs."""
     kind, _, number = device.partition(":")
     if kind == "CPU":
         hidden = {gpus.VARIABLE: "-1"} if available.gpus else {}
@@ -53,8 +55,8 @@ def on_device(function: str, device: str, available: gpus.Found, seconds: float 
     return Task(function, {"device": names[device], **arguments}, seconds, variables)
 
 
-def visible(devices: Sequence[str], available: gpus.Found) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables of a process that starts some GPUs only, and the name there of each, by its name here."""
+def visible(devices: Sequence[str], available: gpus.VisibleGpus) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the environment of a process that sees only `devices`, and their names there, by their names here."""
     numbers = [int(name.partition(":")[2]) for name in devices]
     if not devices[0].startswith("GPU") or max(numbers) >= len(available.gpus):
         return {}, {name: name for name in devices}
@@ -62,38 +64,38 @@ def visible(devices: Sequence[str], available: gpus.Found) -> tuple[dict[str, st
     return variables, {name: f"GPU:{index}" for index, name in enumerate(devices)}
 
 
-def seen(available: gpus.Found, outcome: Outcome) -> tuple[Check, int]:
-    """Return the devices of TensorFlow compared with those of nvidia-smi, and the number of GPUs it can use."""
+def seen(available: gpus.VisibleGpus, outcome: Outcome) -> tuple[Check, int]:
+    """Compare the devices of TensorFlow with those of nvidia-smi; return the check and the number of usable GPUs."""
     if outcome.result is None:
         way_out = "Start python -c 'import tensorflow' by itself, and read its messages."
         if available.gpus:
-            way_out = "Below, each GPU is started by itself: leave out those that fail, with CUDA_VISIBLE_DEVICES."
+            way_out = "Each GPU is started alone below: leave out those that fail, with CUDA_VISIBLE_DEVICES."
         figure = f"TensorFlow does not start: {outcome.problem}"
         return Check("devices", "WRONG", figure, "", way_out), len(available.gpus)
     result: dict[str, Any] = outcome.result
-    number, wanted = len(result["started"]), len(available.gpus)
+    number, num_available = len(result["started"]), len(available.gpus)
     libraries = f"CUDA {result['cuda']}, cuDNN {result['cudnn']}"
     figure = f"{number} GPU(s): {', '.join(result['gpus'])}; {libraries}"
     figure = figure if number else "no GPU: TensorFlow runs on the CPU"
-    if number >= wanted:
+    if number >= num_available:
         return Check("devices", "ok", figure, values=result), number
     reason, way_out = "this TensorFlow is built without CUDA", "Install tfpar[cuda]."
     if result["built_with_cuda"]:
         reason, way_out = _reason_in(outcome.errors)
-    bound = f"{wanted} GPU(s) of {gpus.VARIABLE if available.is_users else 'nvidia-smi'}"
+    bound = f"{num_available} GPU(s) of {gpus.VARIABLE if available.is_users else 'nvidia-smi'}"
     return Check("devices", "WRONG", f"{figure}; {reason}", bound, way_out.format(**result), result), number
 
 
 def _reason_in(errors: str) -> tuple[str, str]:
-    """Return why TensorFlow sees fewer GPUs than nvidia-smi, as a clause, and the way out."""
+    """Return why TensorFlow sees fewer GPUs than nvidia-smi, and the way out."""
     for pattern, reason, way_out in _NOT_SEEN:
         if match := re.search(f"(?:{pattern})[^\n]*", errors):
             return f"{reason} ({match[0] or 'without a message'})", way_out
-    raise AssertionError("the last pattern fits every text")
+    raise AssertionError("the last pattern matches any text")
 
 
-def each(devices: Sequence[str], available: gpus.Found, at_once: int) -> Iterator[Check]:
-    """Yield for each device whether its product, convolution and XLA-compiled function are right."""
+def each(devices: Sequence[str], available: gpus.VisibleGpus, at_once: int) -> Iterator[Check]:
+    """Check the product, convolution and XLA-compiled function of each device."""
     tasks = [on_device("device_tasks.examine", device, available, SECONDS) for device in devices]
     with started(tasks, at_once) as futures:
         for device, future in zip(devices, futures, strict=True):
@@ -121,12 +123,12 @@ def _problem(name: str, result: Mapping[str, Any]) -> str:
     return f"the {name} is wrong in {wrong:,} of {total:,} values, by up to {result['largest_error']:.3g}"
 
 
-def together(devices: Sequence[str], available: gpus.Found) -> Iterator[Check]:
-    """Yield the speed of each device, the copies between each ordered pair, and the all-reduce by size."""
+def together(devices: Sequence[str], available: gpus.VisibleGpus) -> Iterator[Check]:
+    """Check the speed of each device, the copies between them, and the all-reduce."""
     if not devices:
-        yield Check("speed and copies", "skipped", "no device computes rightly by itself")
+        yield Check("speed and copies", "skipped", "no device computes correctly")
         return
-    # Without those that fail: to start them could hang.
+    # Devices that failed are hidden: starting them could hang.
     variables, names = visible(devices, available)
     kind = devices[0].partition(":")[0]
     num_cpus = 1 if kind == "GPU" else max(int(name.partition(":")[2]) for name in devices) + 1
@@ -136,7 +138,7 @@ def together(devices: Sequence[str], available: gpus.Found) -> Iterator[Check]:
 
 
 def measured(outcome: Outcome, names: Mapping[str, str]) -> Iterator[Check]:
-    """Yield the checks of `together` from the end of its task."""
+    """Yield the checks of `together` from the outcome of its task."""
     if outcome.result is None:
         at, way_out = (f" at {outcome.stage}", f"It stopped at {outcome.stage}.") if outcome.stage else ("", "")
         if re.search("copy|all-reduce", outcome.stage):
@@ -153,7 +155,7 @@ def measured(outcome: Outcome, names: Mapping[str, str]) -> Iterator[Check]:
 
 def _speeds(seconds: Mapping[str, float]) -> Iterator[Check]:
     if len(seconds) < 2:
-        yield Check("speed", "skipped", "one device has no other to be compared with", values=seconds)
+        yield Check("speed", "skipped", "a single device cannot be compared", values=seconds)
         return
     median = statistics.median(seconds.values())
     factor = SLOW_FACTORS[next(iter(seconds)).partition(":")[0]]
@@ -170,7 +172,7 @@ def _speeds(seconds: Mapping[str, float]) -> Iterator[Check]:
 
 
 def _copies(copies: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Yield a line for each copy that is wrong, and one for the others; with GPUs, a line for each pair."""
+    """Yield a check for each wrong copy and for each copy with a GPU, and one for all others."""
     num_right = 0
     for copy in copies:
         name = f"copy {copy['source']} to {copy['target']}"
@@ -188,12 +190,12 @@ def _copies(copies: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     if num_right:
         yield Check("copies", "ok", f"equal bits in {num_right} ordered pairs of logical CPUs")
     if not copies:
-        yield Check("copies", "skipped", "one device has no other to copy to")
+        yield Check("copies", "skipped", "there is no other device to copy to")
 
 
 def _all_reduce(result: Mapping[str, Any] | None, names: Mapping[str, str]) -> Check:
     if result is None:
-        return Check("all-reduce", "skipped", "one device sums nothing")
+        return Check("all-reduce", "skipped", "a single device needs no all-reduce")
     algorithm = _ALGORITHMS.get(result["algorithm"], result["algorithm"])
     if wrong := sorted({names[device] for row in result["sizes"] for device in row["wrong"]}):
         way_out = f"Leave {', '.join(wrong)} out of the strategy's devices, and have it examined."

@@ -1,4 +1,4 @@
-"""The function `tfpar.doctor`: all checks in their order."""
+"""The function `tfpar.doctor`: all checks, in order."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ def doctor(
     num_workers: int = 1,
     verbose: int = 1,
 ) -> list[Check]:
-    """Examine this machine, its devices and a model, as `python -m tfpar.doctor` does.
+    """Check this machine, its devices and a model, as `python -m tfpar.doctor` does.
 
-    Every device is examined in processes of its own, with time limits, so call it before TensorFlow takes the memory of
-    the GPUs here: best at the beginning of a program.
+    Each device is checked in subprocesses with time limits. Call it at the beginning of a program, before TensorFlow
+    allocates the memory of the GPUs in this process.
 
     Args:
-        build_model: A model function, defined in a file that can be imported again; None without a model.
-        dataset: Its batches, `(inputs, targets)` or more each, of which the first is used; None to make one up.
-        config: The name of a configuration, or a TOML file, in place of a model function.
-        overrides: Settings `"section.key=value"` of the configuration.
-        num_logical_cpus: Without GPUs: the number of devices into which the CPU is split.
-        num_workers: Number of workers to start on this machine, which examine the network between them.
-        verbose: 1 prints each check as soon as it is known, 0 nothing.
+        build_model: A model function, which the subprocesses import from its file. Defaults to no model.
+        dataset: Batches `(inputs, targets)` or `(inputs, targets, sample_weights)`, of which the first is used. By
+            default, a batch is made up.
+        config: The name of a configuration, or a TOML file, instead of a model function.
+        overrides: Settings of the configuration, such as `"training.epochs=3"`.
+        num_logical_cpus: Number of logical CPUs to check if there are no GPUs.
+        num_workers: Number of local workers to start, to check the network between them.
+        verbose: 1 to print each check when it completes, 0 to print nothing.
 
     Returns:
         The results of all checks.
 
     Raises:
-        ValueError: If the configuration is wrong, or the model function cannot be imported by another process.
+        ValueError: If the configuration is invalid, or the model function cannot be imported by another process.
 
     Example:
         >>> checks = tfpar.doctor(verbose=0)
@@ -58,14 +59,14 @@ def doctor(
 
         batch = first_batch(dataset)
     if build_model is not None:
-        source = ModelSource(None, tuple(overrides), _name_of(build_model), batch=batch)
+        source = ModelSource(None, tuple(overrides), _import_name(build_model), batch=batch)
     elif config is not None:
         source = ModelSource(str(bundled_configurations.find(config)), tuple(overrides))
     return reported(examine(num_logical_cpus, source, num_workers), "text" if verbose else "nothing")
 
 
-def _name_of(function: Callable[[], Any]) -> str:
-    """Return the name by which another process imports a function."""
+def _import_name(function: Callable[[], Any]) -> str:
+    """Return the name by which another process can import a function."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", ""))
     if not name.isidentifier() or not hasattr(module, "__file__") or getattr(module, name, None) is not function:
@@ -77,15 +78,15 @@ def _name_of(function: Callable[[], Any]) -> str:
 
 
 def examine(num_logical_cpus: int = 2, source: ModelSource | None = None, num_workers: int = 1) -> Iterator[Check]:
-    """Return the checks of this machine, of a model, and of workers on this machine, each as soon as it is known.
+    """Yield each check when it completes, as `doctor` does.
 
     Args:
-        num_logical_cpus: Without GPUs: the number of logical CPUs that stand for devices.
-        source: The model; None without one.
-        num_workers: Number of workers that examine the network between them.
+        num_logical_cpus: Number of logical CPUs to check if there are no GPUs.
+        source: The model to check, if any.
+        num_workers: Number of local workers to check the network between.
 
     Raises:
-        ValueError: If the configuration of the model is wrong.
+        ValueError: If the configuration of the model is invalid; raised before the first check.
     """
     if source is not None:
         source.run()
@@ -106,28 +107,28 @@ def _examined(num_logical_cpus: int, source: ModelSource | None, num_workers: in
     yield seen
     names = [f"GPU:{number}" for number in range(num_gpus)] or [f"CPU:{number}" for number in range(num_logical_cpus)]
     if seen.values or num_gpus:  # TensorFlow starts
-        yield from _of_devices(names, source, available)
+        yield from _check_devices(names, source, available)
     if num_workers > 1:
         yield from workers.check_local(num_workers)
 
 
-def _of_devices(names: Sequence[str], source: ModelSource | None, available: gpus.Found) -> Iterator[Check]:
-    at_once, right = cores.num_allowed_cores(), []
+def _check_devices(names: Sequence[str], source: ModelSource | None, available: gpus.VisibleGpus) -> Iterator[Check]:
+    at_once, correct = cores.num_allowed_cores(), []
     for check in devices.each(names, available, at_once):
         yield check
-        right += [check.name] * (check.status == "ok")
-    yield from devices.together(right, available)
+        correct += [check.name] * (check.status == "ok")
+    yield from devices.together(correct, available)
     if source is None:
         yield Check("model", "skipped", "none is named: --config or --model runs yours on every device")
         return
-    yield from models.check(source, right, available, at_once)
+    yield from models.check(source, correct, available, at_once)
 
 
-def _gpus() -> tuple[gpus.Found, Check | None]:
+def _gpus() -> tuple[gpus.VisibleGpus, Check | None]:
     try:
         available = gpus.find(os.environ)
     except ValueError as error:
-        return gpus.Found(()), Check("nvidia-smi", "WRONG", str(error))
+        return gpus.VisibleGpus(()), Check("nvidia-smi", "WRONG", str(error))
     if available.problem:
         way_out = "Restart the machine, or have the GPUs examined: nothing can use them as they are."
         return available, Check("nvidia-smi", "WRONG", available.problem, "", way_out)

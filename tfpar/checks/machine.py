@@ -1,4 +1,4 @@
-"""Checks of this machine without TensorFlow: versions, the driver, memory, and who else uses the GPUs."""
+"""Checks of this machine without TensorFlow: versions, driver, memory, and other users of the GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tfpar.cluster.gpu import gpus
 
 _PACKAGES = ("tensorflow", "keras", "numpy")
 _LEAST_FREE_BYTES = 2 << 30
-_LEAST_SHARED_BYTES = 1 << 30  # NCCL takes some tens of MB for each GPU, and fails late; Docker gives 64 MB in all
-_MOST_TAKEN = 0.1  # part of a GPU's memory that other programs may hold
+_LEAST_SHARED_BYTES = 1 << 30  # NCCL takes tens of MB per GPU and fails late; Docker's default is 64 MB
+_MOST_TAKEN = 0.1  # fraction of a GPU's memory that other programs may use
 
 
 def versions() -> Check:
@@ -45,7 +45,7 @@ def driver(environment: Mapping[str, str], root: Path = Path("/")) -> Check:
 
 
 def memory(root: Path = Path("/")) -> Check:
-    """Return the free memory of this machine, and its cores."""
+    """Check the free memory of this machine."""
     try:
         rows = re.findall(r"(\w+):\s+(\d+) kB", (root / "proc/meminfo").read_text())
     except OSError:
@@ -61,7 +61,7 @@ def memory(root: Path = Path("/")) -> Check:
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), *, is_needed: bool) -> Check:
-    """Return the free space of `/dev/shm`, through which NCCL sends between GPUs of a machine."""
+    """Check the free space of `/dev/shm`, through which NCCL sends between local GPUs."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -73,8 +73,8 @@ def shared_memory(folder: Path = Path("/dev/shm"), *, is_needed: bool) -> Check:
     return Check(str(folder), "WRONG" if is_low else "ok", f"{_gigabytes(free)} free", bound, way_out, values)
 
 
-def gpu_memory(available: gpus.Found) -> Iterator[Check]:
-    """Yield for each GPU how much of its memory other programs hold; call it before TensorFlow starts."""
+def gpu_memory(available: gpus.VisibleGpus) -> Iterator[Check]:
+    """Check how much memory of each GPU other programs use. Call it before TensorFlow starts."""
     for number, gpu in enumerate(available.gpus):
         if gpu.used_mib is None or not gpu.total_mib:
             continue

@@ -1,4 +1,4 @@
-"""What the doctor's processes compute with a user's model: one step on a device."""
+"""Model tests, run in subprocesses: one step of a user's model on a device."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tfpar.study.report import rows_of
 from tfpar.study.study import study
 
 _NUM_STEPS = 3
-_NUM_EXAMPLES, _FREE_SIZE = 8, 8  # of a batch that is made up, and of axes without a size
+_NUM_EXAMPLES, _FREE_SIZE = 8, 8  # of a made-up batch, and of its axes of unknown size
 
 
 def step(device: str, source: ModelSource, dtype: str | None, start: Any) -> dict[str, Any]:
-    """Run one step of a model on one device."""
+    """Run one step of a model on a device; without `start`, also return where it started and a study of the model."""
     at_stage("the model function")
     strategy = tfpar.SingleDevice(device)
     trainer, dataset = _trainer(source, strategy, dtype)
@@ -58,12 +58,12 @@ def step(device: str, source: ModelSource, dtype: str | None, start: Any) -> dic
         "num_weights": len(model.trainable_variables),
         "policy": model.dtype_policy.name,
         "start": (weights, batch) if start is None else None,
-        "parts": _parts(model, batch) if start is None else None,
+        "study": _study(model, batch) if start is None else None,
     }
 
 
-def _parts(model: keras.Model, batch: Any) -> tuple[bool, str]:
-    """Return whether replicas train a model, and what a study of it finds; or why they refuse it."""
+def _study(model: keras.Model, batch: Any) -> tuple[bool, str]:
+    """Return whether replicas can train a model, and the result of its study or the reason why not."""
     at_stage("the study of the model")
     if objective.objectives_of(model):
         return True, "objectives, each with a value for each row"
@@ -73,11 +73,11 @@ def _parts(model: keras.Model, batch: Any) -> tuple[bool, str]:
             verdict, _ = study(model, data.varied_first(tensors), "train", ABILITIES)
     except ValueError as error:
         return False, message_of(error)
-    return True, "; ".join(f"{name}: {found}, {done}" for name, found, done in rows_of(model, verdict))
+    return True, "; ".join(f"{name}: {finding}, {done}" for name, finding, done in rows_of(model, verdict))
 
 
 def one_step(model: keras.Model, batch: Any, strategy: tfpar.SingleDevice) -> tuple[Any, dict[str, Any]]:
-    """Return the loss and the gradients; of a model of several losses, the loss of a step that updates its weights."""
+    """Return the loss and the gradients; for a model with objectives, the loss of a step that updates its weights."""
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
     if objective.objectives_of(model):
         return strategy.engine.train_step(model, batch), {}
@@ -89,25 +89,26 @@ def one_step(model: keras.Model, batch: Any, strategy: tfpar.SingleDevice) -> tu
 
 def _cast(batch: Any, dtype: str | None) -> Any:
     def cast(value: Any) -> Any:
-        is_other = value is None or dtype is None or not np.issubdtype(np.asarray(value).dtype, np.floating)
-        return value if is_other else np.asarray(value).astype(dtype)
+        if value is None or dtype is None or not np.issubdtype(np.asarray(value).dtype, np.floating):
+            return value
+        return np.asarray(value).astype(dtype)
 
     return tf.nest.map_structure(cast, batch)
 
 
 def _trainer(source: ModelSource, strategy: tfpar.Strategy, dtype: str | None) -> tuple[Any, Any]:
-    """Return a trainer of a model under a strategy, and a dataset of its batches."""
+    """Return a trainer of a model under a strategy, and its dataset."""
     for name in filter(None, (source.function, source.data)):
-        function_of(name)  # a script may set a float type of its own
+        import_function(name)  # before the types are set: a script may set its own
     if dtype is not None:
         keras.config.set_floatx(dtype)
         keras.config.set_dtype_policy(dtype)
-    keras.utils.set_random_seed(0)  # a trainer without a seed has the same random numbers on each device
+    keras.utils.set_random_seed(0)  # even without a seed, all devices must draw the same numbers
     if source.function:
-        trainer: Any = tfpar.Trainer(function_of(source.function), strategy, seed=0)
+        trainer: Any = tfpar.Trainer(import_function(source.function), strategy, seed=0)
         model_checks.check_compiled(trainer.model, "fit")
         if source.data:
-            return trainer, function_of(source.data)()
+            return trainer, import_function(source.data)()
         batch = _made_up_batch(trainer.model) if source.batch is None else source.batch
         return trainer, tf.data.Dataset.from_tensors(batch)
     run = source.run()
@@ -118,7 +119,7 @@ def _trainer(source: ModelSource, strategy: tfpar.Strategy, dtype: str | None) -
 
 
 def first_batch(dataset: Any) -> Any:
-    """Return the first batch of a dataset as NumPy arrays, in its structure."""
+    """Return the first batch of a dataset as NumPy arrays."""
     batches = data.as_dataset(*dataset) if isinstance(dataset, tuple) else data.as_dataset(dataset)
     batch = next(iter(data.without_autotuning(data.global_batches(batches))), None)
     if batch is None:
@@ -127,7 +128,7 @@ def first_batch(dataset: Any) -> Any:
 
 
 def _made_up_batch(model: keras.Model) -> Any:
-    """Return inputs of the model's shapes, and targets of the first kind that its losses accept."""
+    """Return random inputs of the model's shapes, and targets that its losses accept."""
     if not getattr(model, "inputs", None):
         raise ValueError("The model does not say the shapes of its inputs: name its data, too, with --data.")
     generator = np.random.default_rng(0)
@@ -142,8 +143,8 @@ def _made_up_batch(model: keras.Model) -> Any:
     inputs = keras.tree.map_structure(values, model.inputs[0] if len(model.inputs) == 1 else model.input)
     outputs = keras.tree.map_structure(np.asarray, model(inputs))
     kinds: tuple[Callable[[Any], Any], ...] = (
-        lambda output: np.full(output.shape, 0.5, output.dtype),  # like the outputs
-        lambda output: np.zeros(output.shape[:-1], "int64"),  # classes
+        lambda output: np.full(output.shape, 0.5, output.dtype),  # of the outputs' shape
+        lambda output: np.zeros(output.shape[:-1], "int64"),  # class numbers
     )
     for kind in kinds:
         with contextlib.suppress(Exception):
@@ -153,8 +154,8 @@ def _made_up_batch(model: keras.Model) -> Any:
     raise ValueError("No made-up targets suit the model's loss: name its data, too, with --data.")
 
 
-def function_of(name: str) -> Callable[[], Any]:
-    """Import a function.
+def import_function(name: str) -> Callable[[], Any]:
+    """Import a function, named as "file.py:function" or "package.module:function".
 
     Raises:
         ValueError: If there is no such function.
@@ -173,12 +174,12 @@ def function_of(name: str) -> Callable[[], Any]:
 
 @functools.cache  # once for the model function and the data
 def _imported(place: str) -> Any:
-    """Import a file or a module without what it sets about devices and threads: TensorFlow already runs here."""
+    """Import a file or a module, ignoring its device and thread settings: TensorFlow already runs here."""
     with _without_settings_and_training(place):
         if not place.endswith(".py"):
             return importlib.import_module(place)
         path = Path(place)
-        # As a script's own folder is when Python runs it; its name is not "__main__", so that it does not train.
+        # As if Python ran the script, except that its name is not "__main__", so that it does not train.
         sys.path.insert(0, str(path.resolve().parent))
         spec = importlib.util.spec_from_file_location(f"{path.stem}_of_user", path)
         if spec is None or spec.loader is None or not path.is_file():
@@ -190,7 +191,7 @@ def _imported(place: str) -> Any:
 
 @contextlib.contextmanager
 def _without_settings_and_training(place: str) -> Iterator[None]:
-    """Refuse what a script without `if __name__ == "__main__":` would do on import, such as save its model."""
+    """Refuse to train in this context, as a script without `if __name__ == "__main__":` does on import."""
     refusal = RuntimeError(
         f"The doctor imports {quoted(Path(place).name)} for its functions, and would train, or call the doctor, again. "
         'Put these calls under `if __name__ == "__main__":`.'

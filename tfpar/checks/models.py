@@ -1,4 +1,4 @@
-"""A user's model: the same step on every device, compared with the CPU."""
+"""Check of a user's model: the same step on every device, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tfpar.cluster.gpu import gpus
 from tfpar.messages.received import quoted
 
 _SECONDS = 120.0
-_BOUND, _MIXED_BOUND = 1e-3, 5e-2  # relative, of float32 and of mixed precision against float64
-_LEAST_PART = 1e-2  # a gradient this much smaller than the largest one is compared with that
+_BOUND, _MIXED_BOUND = 1e-3, 5e-2  # relative differences of float32 and mixed precision from float64
+_LEAST_NORM = 1e-2  # smaller gradients, relative to the largest, are compared on this scale
 _CPU = "CPU:0"
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model with its data, as a user has named them.
+    """A model and its data, as named by the user.
 
     Attributes:
         configuration: A configuration file; None for a model function.
-        overrides: Settings `key=value` of the configuration.
+        overrides: Settings of the configuration, such as `"training.epochs=3"`.
         function: The model function, as "file.py:function" or "package.module:function".
-        data: A function without arguments that returns a dataset, in the same form; empty to make up a batch.
-        batch: The arrays of a batch; None without one.
+        data: A function that returns a dataset, named in the same form; empty to make up a batch.
+        batch: The arrays of a batch; takes precedence over a made-up one.
     """
 
     configuration: str | None = None
@@ -43,7 +43,7 @@ class ModelSource:
         """Return the run of the configuration.
 
         Raises:
-            ValueError: If a setting is wrong, or has no effect on a model function.
+            ValueError: If a setting is invalid, or given for a model function.
         """
         if self.function and self.overrides:
             raise ValueError(
@@ -53,8 +53,8 @@ class ModelSource:
         return config.load(self.configuration, self.overrides)
 
 
-def check(source: ModelSource, devices: Sequence[str], available: gpus.Found, at_once: int) -> Iterator[Check]:
-    """Yield the checks of a model on each device."""
+def check(source: ModelSource, devices: Sequence[str], available: gpus.VisibleGpus, at_once: int) -> Iterator[Check]:
+    """Check the model on each device."""
 
     def step(device: str, dtype: str | None, start: Any) -> Task:
         arguments = {"source": source, "dtype": dtype, "start": start}
@@ -72,11 +72,11 @@ def check(source: ModelSource, devices: Sequence[str], available: gpus.Found, at
     }
     figure = f"one step on the CPU, loss {values['loss']:.6g}, {values['num_weights']} weights"
     yield Check("model", "ok", figure, values=values)
-    trains, found = first.result["parts"]
-    found = found if trains else f"Mirrored and MultiWorker refuse it. {found}"
-    yield Check("parts of a batch", "ok" if trains else "skipped", found, values={"trains": trains})
+    trains, findings = first.result["study"]
+    figure = findings if trains else f"Mirrored and MultiWorker refuse it. {findings}"
+    yield Check("parts of a batch", "ok" if trains else "skipped", figure, values={"trains": trains})
     start = first.result["start"]
-    others = [name for name in devices if name != _CPU]  # the first step was that of the CPU
+    others = [name for name in devices if name != _CPU]  # the first step ran on the CPU
     tasks = [step(_CPU, "float64", start), *(step(name, None, start) for name in others)]
     with started(tasks, at_once) as (exact, *futures):
         steps = dict(zip(others, futures, strict=True))
@@ -90,7 +90,7 @@ def check(source: ModelSource, devices: Sequence[str], available: gpus.Found, at
 
 
 def failed(name: str, outcome: Outcome, *, is_first: bool = False) -> Check:
-    """Return the check of a task that did not end well."""
+    """Return the check of a task that failed."""
     if outcome.place and is_first:
         way_out = f"Correct {outcome.place}: neither the machine nor tfpar is the cause."
         figure = f"your code raises {outcome.problem}"
@@ -101,15 +101,15 @@ def failed(name: str, outcome: Outcome, *, is_first: bool = False) -> Check:
 
 
 def _reference(first: Any, exact: Outcome) -> tuple[Any, str]:
-    """Return the step in float64; that of the CPU in the model's own type if the two differ, as random draws do."""
-    if exact.result is not None and _worst(first, exact.result)[0] <= bound_of(first["policy"]):
+    """Return the step to compare with: in float64, unless random numbers differ there, then in the model's own type."""
+    if exact.result is not None and _worst(first, exact.result)[0] <= tolerance(first["policy"]):
         return exact.result, "the CPU in float64"
     return first, f"the CPU in {first['policy']}"
 
 
 def compared(name: str, actual: Any, reference: Any, what: str) -> Check:
-    """Return whether the loss and the gradients of a device equal those of the reference, described by `what`."""
-    bound = bound_of(actual["policy"])
+    """Compare the loss and the gradients of a device with the reference, which `what` describes."""
+    bound = tolerance(actual["policy"])
     worst, where = _worst(actual, reference)
     values = {"difference": worst, "first": "" if worst <= bound else where}
     if worst <= bound:
@@ -120,21 +120,21 @@ def compared(name: str, actual: Any, reference: Any, what: str) -> Check:
     return Check(f"model on {name}", "WRONG", figure, f"{bound:g}", way_out, values)
 
 
-def bound_of(policy: str) -> float:
-    """Return the relative difference up to which a step of a dtype policy counts as right."""
+def tolerance(policy: str) -> float:
+    """Return the largest relative difference allowed for a dtype policy."""
     return _MIXED_BOUND if "16" in policy else _BOUND
 
 
 def _worst(actual: Any, reference: Any) -> tuple[float, str]:
-    """Return the first relative difference beyond the bound, or else the largest one, and where it is."""
+    """Return the first relative difference above the tolerance, or the largest one, and its place."""
     norms = [float(np.linalg.norm(gradient)) for gradient in reference["gradients"].values()]
-    least = _LEAST_PART * max(norms, default=0.0)
+    least = _LEAST_NORM * max(norms, default=0.0)
     differences = [(_relative(actual["loss"], reference["loss"], 0.0), "the loss")]
     differences += [
         (_relative(actual["gradients"][path], gradient, least), f"the gradient of {path}")
         for path, gradient in reference["gradients"].items()
     ]
-    bound = bound_of(actual["policy"])
+    bound = tolerance(actual["policy"])
     return next((row for row in differences if not row[0] <= bound), max(differences))
 
 

@@ -1,4 +1,4 @@
-"""Tasks in processes of their own, with time limits: a device that hangs or crashes ends its process alone."""
+"""Tasks in subprocesses with time limits, so that a device that hangs or crashes only ends its subprocess."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _to_parent: list[Connection] = []  # in a child
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task for a process.
+    """A task for a subprocess.
 
     Attributes:
         function: A function of this package, such as "device_tasks.see".
-        arguments: Its arguments by name.
-        seconds: The time limit, with the start of TensorFlow.
-        environment: Variables of the process, besides those of this one.
-        num_cpus: Logical CPUs to split the CPU into.
+        arguments: Its keyword arguments.
+        seconds: Time limit, including the start of TensorFlow.
+        environment: Environment variables, added to those of this process.
+        num_cpus: Number of logical CPUs.
     """
 
     function: str
@@ -52,13 +52,13 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a task.
+    """The outcome of a task.
 
     Attributes:
-        result: What it returned; None if it did not end well.
-        problem: Why not, as a clause; empty if it did.
-        place: The file and line of the user's code that raised the error; empty for another error.
-        stage: What it was doing when it ended; empty if that is unknown.
+        result: The return value; None if the task failed.
+        problem: Why it failed, as a clause.
+        place: The file and line of user code that raised the error; empty for other errors.
+        stage: What it was doing when it ended; may be empty.
         errors: The end of its standard error.
     """
 
@@ -71,11 +71,11 @@ class Outcome:
 
 @contextlib.contextmanager
 def started(tasks: Sequence[Task], at_once: int = 1) -> Iterator[list[Future[Outcome]]]:
-    """Run tasks in their order, and return the end of each; none runs after this context.
+    """Run tasks in order, and yield a future for each outcome. No task outlives this context.
 
     Args:
         tasks: The tasks.
-        at_once: How many run at the same time.
+        at_once: Number of tasks that run concurrently.
     """
     running: list[SpawnProcess] = []
     pool = ThreadPoolExecutor(max_workers=max(1, at_once))
@@ -88,15 +88,15 @@ def started(tasks: Sequence[Task], at_once: int = 1) -> Iterator[list[Future[Out
 
 
 def at_stage(name: str) -> None:
-    """Tell the parent what the task does next, in case it never ends."""
+    """Tell the parent what the task does next, in case it hangs."""
     for connection in _to_parent:
         connection.send(name)
 
 
 def run_in_child(to_parent: Connection, errors: str, task: Task) -> None:
-    """Run a task, and send its end to the parent."""
+    """Run a task in the subprocess, and send its outcome to the parent."""
     parent_process.end_with_parent()
-    os.setsid()  # so that its own children end with it
+    os.setsid()  # so that its child processes end with it
     with open(errors, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -137,7 +137,7 @@ def _outcome(task: Task, running: list[SpawnProcess]) -> Outcome:
 
 
 def _start(process: SpawnProcess) -> None:
-    """Start a process that does not run the user's script as its main module: that may train."""
+    """Start a process that does not import the user's script as its main module, which might train."""
     with _starting:
         script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
@@ -168,5 +168,5 @@ def _kill(process: SpawnProcess) -> None:
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # before it has a session
-    process.join(_KILL_SECONDS)  # not for ever: within a broken driver, a process does not even end by SIGKILL
+    process.kill()  # if it has no session yet
+    process.join(_KILL_SECONDS)  # with a time limit: a process that hangs in a broken driver survives SIGKILL

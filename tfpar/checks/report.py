@@ -1,4 +1,4 @@
-"""The result of a check, and results as text of 80 columns, as JSON, and as a block to paste into an issue."""
+"""The result of a check; results as text, as JSON, and as a block for bug reports."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tfpar.messages.received import excerpt
 
 COLUMNS = 80
 _STATUS_COLUMNS, _NAME_COLUMNS = 8, 24
-_LONGEST_TEXT = 600  # of one check; a message of TensorFlow can be pages long
+_LONGEST_TEXT = 600  # per check; messages of TensorFlow can be pages long
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check.
+    """The result of a check.
 
     Attributes:
         name: What was checked, such as "copy GPU:0 to GPU:1".
-        status: "ok"; "slow" if it works, but worse than the bound; "WRONG" if results are wrong or missing; "skipped"
-            if it does not apply here.
+        status: "ok"; "slow" if it works, but misses the bound; "WRONG" if results are wrong or missing; "skipped" if it
+            does not apply.
         figure: What was measured, with units.
-        bound: What it was compared with; empty without a bound.
-        way_out: What to do, a sentence; empty if nothing is to be done.
-        values: The figures as numbers and texts, for `--json`.
+        bound: The limit it was compared with; may be empty.
+        way_out: What to do, as a sentence; may be empty.
+        values: The raw figures, for `--json`.
 
     Example:
         >>> Check("copy GPU:0 to GPU:1", "ok", "bits equal, 21.4 GB/s").status
@@ -41,12 +41,12 @@ class Check:
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return lines of 80 columns: status, name, figure and bound, and the way out on a line of its own."""
+        """Return lines of 80 columns: status, name, figure and bound, then the way out."""
         text = excerpt(f"{self.figure} (bound: {self.bound})" if self.bound else self.figure, _LONGEST_TEXT)
         indent = " " * (_STATUS_COLUMNS + _NAME_COLUMNS)
         begin = f"{self.status:{_STATUS_COLUMNS}}{self.name:{_NAME_COLUMNS - 1}} "
         lines = []
-        if len(begin) > len(indent):  # a long name has a line of its own
+        if len(begin) > len(indent):  # a long name gets its own line
             lines, begin = [begin.rstrip()], indent
         lines.append(_wrapped(text, begin, indent))
         if self.way_out:
@@ -59,7 +59,7 @@ def _wrapped(text: str, begin: str, indent: str) -> str:
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """Return the exit code of the command: 2 if something is wrong, 1 if something is slow, else 0.
+    """Return the exit code of the command: 2 if a check is "WRONG", 1 if one is "slow", else 0.
 
     Example:
         >>> exit_code([Check("a", "ok", ""), Check("b", "slow", "")])
@@ -70,7 +70,7 @@ def exit_code(checks: Iterable[Check]) -> int:
 
 
 def reported(checks: Iterable[Check], output: str) -> list[Check]:
-    """Return checks, and print each as soon as it is known."""
+    """Collect checks, and print them to standard output if `output` is "text" or "json"."""
     known = []
     for check in checks:
         known.append(check)
@@ -87,19 +87,20 @@ def reported(checks: Iterable[Check], output: str) -> list[Check]:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """Return the last line: how many checks have each status.
+    """Return how many checks have each status, as a sentence.
 
     Example:
         >>> summary([Check("memory", "ok", ""), Check("copies", "WRONG", "")])
         '2 checks: 1 ok, 1 WRONG.'
     """
     statuses = [check.status for check in checks]
-    counts = [f"{statuses.count(one)} {one}" for one in ("ok", "slow", "WRONG", "skipped") if one in statuses]
+    names = [status for status in ("ok", "slow", "WRONG", "skipped") if status in statuses]
+    counts = [f"{statuses.count(name)} {name}" for name in names]
     return f"{len(checks)} checks: {', '.join(counts)}."
 
 
 def issue_block(checks: Sequence[Check]) -> str:
-    """Return the versions, the machine and all checks that are not ok, as a block of Markdown.
+    """Return versions, driver, devices and all failed checks as a block of Markdown.
 
     Example:
         >>> issue_block([Check("versions", "ok", "tfpar 0.1.0")]).splitlines()[0]

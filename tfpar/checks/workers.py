@@ -1,10 +1,10 @@
-"""The network between the workers of a job: versions, clocks, ports both ways, bandwidth; the chief asks the others.
+"""Checks of the network between workers: versions, clocks, ports in both directions, bandwidth.
 
-A connection carries one request:
+The chief queries the workers. A connection carries one request:
 
     worker to client    "tfpar-doctor CHALLENGE"
-    client to worker    "PROOF REQUEST"             a proof of the job secret over both, and the request in JSON
-    client to worker    bytes                       of the request "receive"
+    client to worker    "PROOF REQUEST"             a proof of the job secret over challenge and request (JSON)
+    client to worker    bytes                       for the request "receive" only
     worker to client    ANSWER                      in JSON
 """
 
@@ -36,15 +36,15 @@ _GREETING = "tfpar-doctor"
 _LONGEST_LINE_BYTES, _BLOCK_BYTES = 1 << 16, 1 << 20
 _SENT_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
 _ANSWER_SECONDS, _REACH_SECONDS = 60.0, 3.0
-_ACCEPT_SECONDS = 0.2  # from the end of an examination to that of the listeners
+_ACCEPT_SECONDS = 0.2  # how often listeners check whether the checks have ended
 _CLOCK_BOUND_SECONDS = 1.0
-_MOST_PAIRS = 30  # beyond, only the pairs of a ring
-_SLOW_PART = 0.5  # of the median bandwidth
+_MOST_PAIRS = 30  # above, only the pairs of a ring are measured
+_SLOW_FRACTION = 0.5  # of the median bandwidth
 _ROUND_TRIPS = 5
 
 
 def check_local(num_workers: int) -> Iterator[Check]:
-    """Yield the checks between workers on this machine: this process is the chief, and starts the others."""
+    """Check the network between local workers: this process is the chief and starts the others."""
     secret = (os.environ.get(job_secret.VARIABLE) or job_secret.new()).encode()
     with ReservedPorts(num_workers) as ports:
         addresses = tuple(ports.addresses)
@@ -61,13 +61,13 @@ def check_local(num_workers: int) -> Iterator[Check]:
 
 
 def facts() -> dict[str, str]:
-    """Return what must be equal on all workers: the versions, and the code of tfpar."""
+    """Return the versions, and a hash of tfpar's code, which must be equal on all workers."""
     versions = {name: str(value) for name, value in machine.versions().values.items() if name != "system"}
     return {**versions, "code of tfpar": hashlib.sha256(code_listing().encode()).hexdigest()[:12]}
 
 
 class Service:
-    """What a worker answers, in threads of its own, at its address in the job.
+    """Answer requests at the address of a worker, in background threads.
 
     Raises:
         OSError: If the address is taken.
@@ -119,17 +119,17 @@ class Service:
 
 
 def ask(address: str, secret: bytes, do: str, num_bytes: int = 0, **request: Any) -> Any:
-    """Return the answer of a worker.
+    """Send a request to a worker, and return its answer.
 
     Args:
-        address: Its address in the job.
-        secret: The job secret; empty without one.
-        do: What to do.
-        num_bytes: Bytes to send after the request.
-        request: Its other settings.
+        address: The address of the worker.
+        secret: The job secret; may be empty.
+        do: The name of the request.
+        num_bytes: Number of bytes to send after the request.
+        **request: Further fields of the request.
 
     Raises:
-        OSError: If it cannot be reached, or does not answer.
+        OSError: If the worker cannot be reached, or does not answer.
         ValueError: If another program answers, or the worker has another secret.
     """
     with socket.create_connection(tf_config.split_address(address), timeout=5.0) as connection:
@@ -161,15 +161,15 @@ def _read_line(stream: Any) -> str:
 
 
 def seconds_to_send(address: str, secret: bytes) -> float:
-    """Send bytes to a worker, and return the seconds from the first of them to its answer."""
-    ask(address, secret, "receive", _BLOCK_BYTES)  # TCP begins slowly
+    """Send `_SENT_BYTES` to a worker, and return the seconds until its answer."""
+    ask(address, secret, "receive", _BLOCK_BYTES)  # TCP slow start
     begin = time.perf_counter()
     ask(address, secret, "receive", _SENT_BYTES)
     return time.perf_counter() - begin
 
 
 def serve(job: tf_config.JobConfig, secret: bytes) -> bool:
-    """Answer the chief until it ends the examination; return whether it has within the time limit."""
+    """Answer the chief until its checks end; return False if they exceed the time limit."""
     service = Service(job, secret)
     try:
         return service.has_ended.wait(SERVE_SECONDS)
@@ -178,7 +178,7 @@ def serve(job: tf_config.JobConfig, secret: bytes) -> bool:
 
 
 def check(job: tf_config.JobConfig, secret: bytes) -> Iterator[Check]:
-    """Yield the checks of a job, on its chief."""
+    """Check the network of a job, on its chief."""
     service = Service(job, secret)
     answers = {rank: _facts(address, secret) for rank, address in enumerate(job.addresses)}
     present = {rank: answer for rank, answer in answers.items() if not isinstance(answer, str)}
@@ -199,7 +199,7 @@ def check(job: tf_config.JobConfig, secret: bytes) -> Iterator[Check]:
 
 
 def _facts(address: str, secret: bytes) -> dict[str, str] | str:
-    """Return the versions of a worker, or why it does not answer."""
+    """Return the facts of a worker, or why it does not answer."""
     ends_seconds = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -247,7 +247,7 @@ def _clocks(job: tf_config.JobConfig, secret: bytes, ranks: Sequence[int]) -> Ch
 
 
 def _offset_seconds(address: str, secret: bytes) -> float:
-    """Return the clock of a worker less this one, from the quickest of some round trips."""
+    """Return the clock of a worker minus this one, from the fastest of several round trips."""
     round_trips = []
     for _ in range(_ROUND_TRIPS):
         begin = time.time()
@@ -263,7 +263,7 @@ def _ports(job: tf_config.JobConfig, secret: bytes, ranks: Sequence[int]) -> Ite
         for source in ranks
         for address, reason in ask(job.addresses[source], secret, "reach").items()
     ]
-    closed = [row for row in closed if row[1] in ranks]  # nobody reaches the others, which are named above
+    closed = [row for row in closed if row[1] in ranks]  # the others are reported as unreachable already
     for source, target, reason in closed:
         way_out = f"Open port {tf_config.split_address(job.addresses[target])[1]} there for worker {source}."
         figure = f"worker {source} cannot connect to {job.addresses[target]}: {reason}"
@@ -286,9 +286,9 @@ def _bandwidth(job: tf_config.JobConfig, secret: bytes, ranks: Sequence[int]) ->
         rates[source, target] = _SENT_BYTES * 8e-9 / max(seconds, 1e-9)
     median, (source, target) = statistics.median(rates.values()), min(rates, key=lambda pair: rates[pair])
     slowest = rates[source, target]
-    is_slow = slowest < _SLOW_PART * median
+    is_slow = slowest < _SLOW_FRACTION * median
     figure = f"median {median:.2f} Gbit/s, slowest {slowest:.2f} from worker {source} to worker {target}"
     way_out = f"Every all-reduce waits for it: look at the cable, the switch and the link of worker {target}."
     values = {"gbit_per_second": {f"{pair[0]} to {pair[1]}": rate for pair, rate in rates.items()}}
-    bound = f"{_SLOW_PART:g} of the median"
+    bound = f"{_SLOW_FRACTION:g} of the median"
     return Check("bandwidth", "slow" if is_slow else "ok", figure, bound, way_out if is_slow else "", values)

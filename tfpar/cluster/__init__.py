@@ -1,4 +1,4 @@
-"""The workers of a job, their addresses and their devices; imports no TensorFlow."""
+"""Worker addresses, local devices and cores of a job. Importing it does not import TensorFlow."""
 
 from tfpar.cluster.gpu.gpu_cards import card_numbers, take_share_of_slurm_task
 from tfpar.cluster.gpu.gpu_memory import free_bytes

@@ -1,4 +1,4 @@
-"""The number of cores that this process may use: fewer than the machine has in a container or on a shared machine."""
+"""The number of CPU cores available to this process, which containers and batch systems limit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ROOT = Path("/")
 
 
 def num_allowed_cores() -> int:
-    """Return the number of cores that this process may use, at least 1.
+    """Return the number of cores available to this process, at least 1.
 
-    `os.cpu_count()` counts the cores of the machine. A batch system or `taskset` restricts a process to some of them
-    (its affinity), a container to a share of their time (the quota of its control group, rounded up to whole cores).
+    Unlike `os.cpu_count()`, it respects the CPU affinity (`taskset`, batch systems) and the CPU quota of the control
+    group (containers), rounded up to whole cores.
 
     Example:
         >>> num_allowed_cores()  # under `taskset -c 0,1`, or `docker run --cpus 2`
@@ -25,34 +25,30 @@ def num_allowed_cores() -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limits, in cores, of the control groups of this process and of those above them.
-
-    Args:
-        root: The folder that holds `proc` and `sys`.
-    """
+    """Yield the CPU quotas, in cores, of this process's control groups and their ancestors."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, name = line.split(":", 2)
-        # Version 2 has one tree for all controllers, without names; version 1 one for each.
+        # cgroup v2 has one unnamed tree for all controllers; v1 has one tree per controller.
         version_2 = not controllers
         if version_2 or "cpu" in controllers.split(","):
             tree = root / "sys/fs/cgroup" / ("" if version_2 else "cpu")
             folder = tree / name.lstrip("/")
             while folder.is_relative_to(tree):
-                # In a container its own group may be the root, and its name valid on the host only.
+                # In a container, the group may be mounted as the root, so that its name exists on the host only.
                 with contextlib.suppress(OSError, ValueError):
                     yield _quota_2(folder) if version_2 else _quota_1(folder)
                 folder = folder.parent
 
 
 def _quota_2(folder: Path) -> float:
-    """Return the limit of a group of version 2; raise ValueError for "max", no limit."""
+    """Return the quota of a v2 group; raise ValueError for "max", which means no limit."""
     quota, period = (folder / "cpu.max").read_text().split()
     return int(quota) / int(period)
 
 
 def _quota_1(folder: Path) -> float:
-    """Return the limit of a group of version 1; raise ValueError for -1, no limit."""
+    """Return the quota of a v1 group; raise ValueError for -1, which means no limit."""
     quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
     if quota < 0:
         raise ValueError

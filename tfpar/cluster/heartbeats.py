@@ -1,10 +1,10 @@
-"""Heartbeats between the processes of a pipeline across workers, over the connections of their rendezvous.
+"""Heartbeats between the chief and the workers whose devices it uses, over the rendezvous connections.
 
 worker 1   ping ──┐      ping ──┐      ping ──┐                ┌── closes
 chief             └─ answer     └─ answer     └─ answer ... "ended"
 
-The kernel accepts connections for a process that is stopped, and a link that goes down closes none: only an answer of
-the process itself shows that it runs. A worker that gets SIGTERM sends it to the chief, which stops for all.
+Only an answer from the process itself proves that it is alive: the kernel accepts connections for a suspended process,
+and a broken link closes no connection. A worker that receives SIGTERM forwards it to the chief, which stops the job.
 """
 
 from __future__ import annotations
@@ -21,21 +21,17 @@ CLOSED, SILENT = "connection closed", "no heartbeat"
 
 
 def interval(silence_seconds: float) -> float:
-    """Return the seconds between two heartbeats.
-
-    Args:
-        silence_seconds: The time without a heartbeat after which a worker counts as failed.
-    """
+    """Return the seconds between heartbeats for a time limit of `silence_seconds`."""
     return min(_LONGEST_INTERVAL_SECONDS, silence_seconds / 8)
 
 
 class Answers:
-    """The chief's side, for a thread of its own.
+    """Answer the heartbeats of the workers. Runs on the chief, in a dedicated thread.
 
     Args:
-        connections: The connections to all other workers, by their addresses.
-        silence_seconds: The time without a heartbeat after which a worker counts as failed.
-        stop: Is called when a worker is asked to stop.
+        connections: Connections to the other workers, by address.
+        silence_seconds: Seconds without a heartbeat after which a worker counts as lost.
+        stop: Called when a worker receives a request to stop.
     """
 
     def __init__(
@@ -47,14 +43,14 @@ class Answers:
             connection.setblocking(False)
 
     def first_loss(self) -> tuple[list[str], str]:
-        """Wait for the loss of workers; return their addresses and the reason."""
+        """Wait until workers are lost; return their addresses and the reason."""
         poll = select.poll()
         addresses = {}
         for address, connection in self._connections.items():
             addresses[connection.fileno()] = address
             poll.register(connection, select.POLLIN)
         while True:
-            # What arrived while this process was suspended counts.
+            # Read before checking for silence: heartbeats that arrived while this process was suspended count.
             ready = poll.poll(1000 * interval(self._silence_seconds))
             closed = [address for address in map(addresses.__getitem__, dict(ready)) if not self._answer(address)]
             if closed:
@@ -68,7 +64,7 @@ class Answers:
             _send(connection, _ENDED)
 
     def _answer(self, address: str) -> bool:
-        """Answer a worker; return whether its connection is open."""
+        """Answer a worker; return whether its connection is still open."""
         connection = self._connections[address]
         received = _received(connection)
         if received:
@@ -79,7 +75,7 @@ class Answers:
         return bool(received)
 
     def _silent(self) -> list[str]:
-        """Return the workers that are lost; those that became silent with the first one too."""
+        """Return the silent workers, including those that fell silent at about the same time as the first."""
         now, margin = time.monotonic(), 2 * interval(self._silence_seconds)
         silences = {address: now - last for address, last in self._last_seconds.items()}
         if max(silences.values()) < self._silence_seconds:
@@ -88,14 +84,14 @@ class Answers:
 
 
 class Pings(threading.Thread):
-    """A worker's side, a thread until the job has ended or the chief is lost.
+    """Send heartbeats to the chief from a worker, until the job ends or the chief is lost.
 
     Args:
         connection: The connection to the chief.
-        silence_seconds: The time without an answer after which the chief counts as failed.
+        silence_seconds: Seconds without an answer after which the chief counts as lost.
 
     Attributes:
-        loss: After the end, the reason why the chief is lost; None after the end of the job.
+        loss: Why the chief was lost; None while the thread runs and after a normal end of the job.
     """
 
     def __init__(self, connection: socket.socket, silence_seconds: float) -> None:
@@ -109,7 +105,7 @@ class Pings(threading.Thread):
         _send(self._connection, _STOP)
 
     def run(self) -> None:
-        """Send heartbeats until the end."""
+        """Send heartbeats until the job ends or the chief is lost."""
         poll, pause = select.poll(), interval(self._silence_seconds)
         poll.register(self._connection, select.POLLIN)
         _send(self._connection, _PING)
@@ -132,7 +128,7 @@ class Pings(threading.Thread):
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return the waiting messages; none if the connection is closed."""
+    """Return the bytes that have arrived; empty if the connection is closed."""
     try:
         return connection.recv(4096)
     except OSError:

@@ -1,4 +1,4 @@
-"""The job secret that all workers share, and proofs that do not reveal it."""
+"""The secret shared by the workers of a job, and proofs that do not reveal it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def new() -> str:
 
 
 def from_environment(environment: Mapping[str, str]) -> bytes:
-    """Return the job secret of this process; empty if it is not set.
+    """Return the job secret of this process, stripped of whitespace; empty if it is not set.
 
-    Unlike a flag, an environment variable is not visible to other users of the machine.
+    It is read from an environment variable because other users of the machine can see flags.
 
     Args:
-        environment: The variables of this process, as `os.environ`. Whitespace around the secret is ignored.
+        environment: Environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: If it is so short that it can be guessed.
+        ValueError: If the secret is shorter than 16 characters.
 
     Example:
         >>> from_environment({"TFPAR_JOB_SECRET": "0123456789abcdef"})
@@ -47,11 +47,7 @@ def from_environment(environment: Mapping[str, str]) -> bytes:
 
 
 def proof(secret: bytes, *parts: str) -> str:
-    """Return a proof of the secret over some texts: their HMAC (RFC 2104) with SHA-256.
-
-    Args:
-        secret: The job secret, from `from_environment`.
-        parts: The texts.
+    """Return the HMAC-SHA-256 (RFC 2104) of `parts`, which proves knowledge of the secret.
 
     Example:
         >>> len(proof(b"0123456789abcdef", "worker", "1"))
@@ -61,11 +57,5 @@ def proof(secret: bytes, *parts: str) -> str:
 
 
 def is_proof(claimed: str, secret: bytes, *parts: str) -> bool:
-    """Return whether a text is the proof, compared in constant time.
-
-    Args:
-        claimed: The received text.
-        secret: The job secret, from `from_environment`.
-        parts: The texts.
-    """
+    """Return whether `claimed` is the proof of `parts`, in constant time."""
     return hmac.compare_digest(claimed.encode(), proof(secret, *parts).encode())

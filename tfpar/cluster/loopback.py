@@ -1,8 +1,8 @@
-"""Restriction of a server to the loopback interface, although it listens on all addresses.
+"""Restrict a server that listens on all addresses to the loopback interface.
 
-The address of a socket that listens on `[::]` cannot be changed to 127.0.0.1 afterwards. But the socket can be bound to
-the loopback interface (SO_BINDTODEVICE), which needs no privilege since Linux 5.7: then the kernel refuses connections
-through other interfaces, as if the port were closed.
+The address of a listening socket cannot change from `[::]` to 127.0.0.1. But SO_BINDTODEVICE, unprivileged since Linux
+5.7, binds the socket to the loopback interface: the kernel then refuses connections through other interfaces, as if the
+port were closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Confined:
     """The result of `confined`.
 
     Attributes:
-        problem: The error because of which other machines can still reach the server; None without an error.
+        problem: Why other machines can still reach the server; None if they cannot.
     """
 
     def __init__(self) -> None:
@@ -34,65 +34,66 @@ class Confined:
 
 @contextlib.contextmanager
 def confined(port: int) -> Iterator[Confined]:
-    """Bind each new socket of this process with a given local port to the loopback interface.
+    """Bind the sockets of a local port to the loopback interface while the caller starts a server.
 
-    A thread looks for them while the caller starts its server, and so binds them some milliseconds after they listen.
-    Connections accepted before that are bound too, which disconnects those from other machines.
+    A background thread binds each socket within milliseconds of its creation. Connections accepted before that are
+    bound too, which disconnects those from other machines.
 
     Args:
-        port: The port on which the caller's server will listen.
+        port: The port of the server.
 
     Returns:
-        The result, complete after the context.
+        The result, which is complete when the context exits.
 
     Example:
-        >>> with confined(2222) as found:
+        >>> with confined(2222) as result:
         ...     server = socket.create_server(("", 2222))
-        >>> found.problem is None
+        >>> result.problem is None
         True
     """
-    found, is_over = Confined(), threading.Event()
+    result, is_over = Confined(), threading.Event()
 
     def watch() -> None:
         while not is_over.wait(_POLL_SECONDS):
-            with contextlib.suppress(OSError):  # the last pass reports it
+            with contextlib.suppress(OSError):  # the final pass reports it
                 _bind_all(port)
 
     thread = threading.Thread(target=watch, name="tfpar-loopback", daemon=True)
     thread.start()
     try:
-        yield found
+        yield result
     finally:
         is_over.set()
         thread.join()
         try:
             _bind_all(port)
         except OSError as error:
-            found.problem = error
+            result.problem = error
 
 
 @contextlib.contextmanager
 def server_confined(address: str) -> Iterator[None]:
-    """Restrict TensorFlow's server, which starts inside this context, to the loopback; warn where that fails.
+    """Restrict the TensorFlow server started in this context to the loopback interface; warn if that fails.
 
-    By default the server listens on all addresses and runs operations for every client, as the user of this process.
+    By default the server listens on all addresses and runs operations for any client, as the user of this process.
 
     Args:
         address: The `host:port` of the server.
     """
-    with confined(split_address(address)[1]) as found:
+    with confined(split_address(address)[1]) as result:
         yield
-    if found.problem is not None:
+    if result.problem is not None:
         print(
             f"warning: TensorFlow's server at {address} can be reached from other machines, as it could not be bound "
-            f"to the loopback ({found.problem.strerror}), and any program that connects can act as you. Use a "
+            f"to the loopback ({result.problem.strerror}), and any program that connects can act as you. Use a "
             "firewall.",
             file=sys.stderr,
         )
 
 
 def _bind_all(port: int) -> None:
-    """Bind all sockets of this process with a local port to the loopback; raise OSError if one cannot be bound."""
-    for one in tcp_sockets():
-        if local_port(one) == port and not one.getsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, 16).strip(b"\0"):
-            one.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, _INTERFACE)
+    """Bind all sockets of a local port; raise OSError if one cannot be bound."""
+    for tcp_socket in tcp_sockets():
+        bound_to = tcp_socket.getsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, 16).strip(b"\0")
+        if local_port(tcp_socket) == port and not bound_to:
+            tcp_socket.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, _INTERFACE)

@@ -1,4 +1,4 @@
-"""The open TCP sockets of this process, those of libraries included."""
+"""The open TCP sockets of this process, including those of libraries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SYN_SENT, _LISTEN = b"\x02", b"\x0a"  # of Linux' include/net/tcp_states.h
 
 
 def tcp_sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of each TCP socket of this process; it is closed before the next one.
+    """Yield a duplicate of each TCP socket of this process; each is closed before the next.
 
     Example:
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
-        ...     server.getsockname() in [one.getsockname() for one in tcp_sockets()]
+        ...     server.getsockname() in [duplicate.getsockname() for duplicate in tcp_sockets()]
         True
     """
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
@@ -33,41 +33,42 @@ def tcp_sockets() -> Iterator[socket.socket]:
                 yield copy
 
 
-def local_port(one: socket.socket) -> int | None:
-    """Return the port of this side of a TCP socket."""
+def local_port(tcp_socket: socket.socket) -> int | None:
+    """Return the local port of a TCP socket; None if it has none."""
     try:
-        return int(one.getsockname()[1])
+        return int(tcp_socket.getsockname()[1])
     except OSError:
         return None
 
 
 def endpoints(addresses: Collection[str]) -> set[tuple[str, int]]:
-    """Return IP address and port of each `host:port`, as far as the names can be resolved."""
-    found = set()
+    """Return the IP addresses and port of each `host:port` that can be resolved."""
+    resolved = set()
     for host, port in map(split_address, addresses):
         with contextlib.suppress(OSError, UnicodeError):
-            found |= {(str(one[4][0]), port) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    return found
+            rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            resolved |= {(str(address[0]), port) for *_, address in rows}
+    return resolved
 
 
 def shut_down(own_port: int, others: Collection[tuple[str, int]]) -> None:
-    """Shut down the connections through a port of this process, and those to other servers.
+    """Shut down the connections of a job, so that calls waiting for a lost worker fail at once.
 
-    What waits for an answer of the other side then fails at once. Attempts to connect end too, also those to addresses
-    outside of the job, which the kernel does not tell apart.
+    Pending connection attempts end too, including those to addresses outside the job: the kernel does not tell them
+    apart.
 
     Args:
-        own_port: The port of the server of this process; it continues to listen.
+        own_port: The port of this process's server, which keeps listening.
         others: `endpoints` of the other servers.
     """
-    for one in tcp_sockets():
+    for tcp_socket in tcp_sockets():
         with contextlib.suppress(OSError):  # not connected
-            state = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-            is_of_job = state != _LISTEN and local_port(one) == own_port
-            if state == _SYN_SENT or is_of_job or _peer(one) in others:
-                one.shutdown(socket.SHUT_RDWR)
+            state = tcp_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            is_served = state != _LISTEN and local_port(tcp_socket) == own_port
+            if state == _SYN_SENT or is_served or _peer(tcp_socket) in others:
+                tcp_socket.shutdown(socket.SHUT_RDWR)
 
 
-def _peer(one: socket.socket) -> tuple[str, int]:
-    host, port = one.getpeername()[:2]
+def _peer(tcp_socket: socket.socket) -> tuple[str, int]:
+    host, port = tcp_socket.getpeername()[:2]
     return host.removeprefix("::ffff:"), port

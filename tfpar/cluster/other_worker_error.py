@@ -1,14 +1,14 @@
-"""The error that one worker raises because another one failed."""
+"""The error that a worker raises because another worker failed."""
 
-# How the message of a worker begins that misses another one, in the train command and in scripts.
+# The beginning of the message that workers print when they lose another one.
 LOST = "A worker of the job is lost"
 
 
 class OtherWorkerError(ConnectionError):
-    """Another worker failed with an error that a new start may not repeat; the message is that error's.
+    """Another worker failed with an error that a restart may not repeat; the message is that of its error.
 
-    Every worker raises at the same place. The command ends with an exit code of its own, so that the launcher names the
-    worker with the cause, whichever process ends first.
+    All workers raise it at the same point. It has its own exit code, so that the launcher can name the worker that
+    failed, whichever process ends first.
 
     Example:
         >>> raise OtherWorkerError("[Errno 28] No space left on device: 'run/latest.ckpt'")

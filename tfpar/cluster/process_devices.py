@@ -1,4 +1,4 @@
-"""The devices of this process: logical CPUs, device names, and a file for TensorFlow's start-up messages."""
+"""Local devices: logical CPUs, device names, and redirection of TensorFlow's native log."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tfpar.cluster.gpu import gpu_cards, gpus
 from tfpar.messages import tensorflow_log
 from tfpar.messages.received import excerpt
 
-if TYPE_CHECKING:
-    import tensorflow as tf
-
 
 def use_logical_cpus(num_devices: int, threads_per_device: int | None = None) -> None:
-    """Split the CPU of this machine into several logical devices, before TensorFlow starts.
+    """Split the CPU into several logical devices, `CPU:0`, `CPU:1` and so on.
 
-    Use it to try, test and debug a strategy for several devices on a machine without GPUs. The devices share one pool
-    of threads: with one intra-op thread and as many cores as devices, each behaves like one core.
+    Use it to test and debug multi-device strategies on a machine without GPUs. Call it before TensorFlow runs its first
+    operation. All devices share one thread pool; with `threads_per_device=1` and as many cores as devices, each device
+    behaves like one core.
 
     Args:
-        num_devices: Number of devices, at least 1: `CPU:0`, `CPU:1` and so on.
-        threads_per_device: Threads inside one operation; None for TensorFlow's default, all cores.
+        num_devices: Number of devices, at least 1.
+        threads_per_device: Number of threads within an operation. Defaults to TensorFlow's choice, all cores.
 
     Raises:
         ValueError: If `num_devices` is below 1.
-        RuntimeError: If TensorFlow has started with another number of CPUs, which cannot be changed afterwards.
+        RuntimeError: If TensorFlow has already started with another number of CPU devices.
 
     Example:
         >>> tfpar.use_logical_cpus(2)
@@ -57,22 +54,26 @@ def use_logical_cpus(num_devices: int, threads_per_device: int | None = None) ->
 
 
 def resolve_devices(devices: Sequence[str] | None) -> list[str]:
-    """Return the short names of the given devices, or of all GPUs, or else of all logical CPUs.
+    """Return the short names of the devices to use, such as `"GPU:0"`.
 
     Args:
-        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all GPUs, or else all logical CPUs.
+        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`. None means all GPUs, or all logical CPUs if there are no
+            GPUs.
 
     Raises:
-        ValueError: If a device does not exist or is named twice, or none is named.
+        ValueError: If a device does not exist or is listed twice, or the list is empty.
 
     Example:
         >>> resolve_devices(["/device:CPU:0"])
         ['CPU:0']
     """
-    return _chosen(devices, [_short_name(device) for device in _logical_devices()])
+    import tensorflow as tf
+
+    logical = [device for device in tf.config.list_logical_devices() if device.device_type in ("GPU", "CPU")]
+    return _select(devices, [str(device.name).removeprefix("/device:") for device in logical])
 
 
-def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]:
+def _select(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]:
     if devices is None:
         gpus = [name for name in existing if name.startswith("GPU")]
         return gpus or [name for name in existing if name.startswith("CPU")]
@@ -96,7 +97,7 @@ def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]
 
 
 def _hint(name: str, existing: Sequence[str]) -> str:
-    visible, existing_gpus = os.environ.get(gpus.VARIABLE), any(one.startswith("GPU") for one in existing)
+    visible, existing_gpus = os.environ.get(gpus.VARIABLE), any(device.startswith("GPU") for device in existing)
     if name.startswith("GPU") and name not in existing and visible is not None:
         return f"{gpus.VARIABLE}={excerpt(visible)} is set: this process sees these GPUs only, and numbers them from 0."
     if name in existing:
@@ -109,11 +110,11 @@ def _hint(name: str, existing: Sequence[str]) -> str:
 
 
 def more_devices(number: int | str, existing: Sequence[str]) -> str:
-    """Return the end of a message that names the way to more devices; an empty text where there are GPUs.
+    """Return a hint for error messages: how to get more devices. Empty on a machine with GPUs.
 
     Args:
-        number: The number of devices that are needed, such as 4 or "n".
-        existing: The names of those that exist.
+        number: The number of devices needed, such as 4 or "n".
+        existing: Names of the existing devices.
 
     Example:
         >>> more_devices(4, ["CPU:0"])
@@ -130,29 +131,29 @@ def more_devices(number: int | str, existing: Sequence[str]) -> str:
 
 
 def short_name(device: str) -> str:
-    """Return the short name of a device; that of another process begins with the process's rank.
+    """Return the short name of a device, with the rank of its worker if it has one.
 
     Args:
-        device: A full or a partial name.
+        device: A full or partial device name.
 
     Example:
         >>> short_name("/job:worker/replica:0/task:1/device:GPU:0"), short_name("/device:GPU:0")
         ('1/GPU:0', 'GPU:0')
     """
     name = device.rpartition("device:")[2]
-    _, is_of_worker, task = device.partition("/task:")
-    return f"{task.partition('/')[0]}/{name}" if is_of_worker else name
+    _, has_task, task = device.partition("/task:")
+    return f"{task.partition('/')[0]}/{name}" if has_task else name
 
 
 def check_one_kind(strategy: str, devices: Sequence[str]) -> None:
-    """Refuse GPUs and CPUs together as the devices of replicas.
+    """Refuse to mix GPUs and CPUs as devices of replicas.
 
     Args:
-        strategy: Its name, for the message.
-        devices: Short names.
+        strategy: The name of the strategy, for the message.
+        devices: Short device names.
 
     Raises:
-        ValueError: If the devices are of two kinds.
+        ValueError: If both kinds are listed.
 
     Example:
         >>> check_one_kind("Mirrored", ["CPU:0", "CPU:1"])
@@ -165,16 +166,16 @@ def check_one_kind(strategy: str, devices: Sequence[str]) -> None:
 
 
 def configured_devices(devices: Sequence[str] | None) -> list[str]:
-    """Return the short names of the given devices, as `resolve_devices` does, without starting TensorFlow.
+    """Do the same as `resolve_devices` without starting TensorFlow.
 
-    A cluster must be formed before TensorFlow starts, and listing its logical devices starts it. In a Slurm job step of
-    several tasks, the GPUs of the other tasks on this node are no longer visible afterwards.
+    A cluster must be formed before TensorFlow starts, and listing logical devices starts it. In a Slurm job step with
+    several tasks per node, the GPUs of the other tasks become invisible.
 
     Args:
-        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all GPUs, or else all logical CPUs.
+        devices: As in `resolve_devices`.
 
     Raises:
-        ValueError: If a device does not exist or is named twice, or none is named.
+        ValueError: As in `resolve_devices`.
     """
     import tensorflow as tf
 
@@ -186,28 +187,18 @@ def configured_devices(devices: Sequence[str] | None) -> list[str]:
     num_cpus = len(tf.config.get_logical_device_configuration(cpu) or [None])
     num_gpus = len(gpu_cards.cards_of_gpus())
     existing = [f"CPU:{index}" for index in range(num_cpus)] + [f"GPU:{index}" for index in range(num_gpus)]
-    return _chosen(devices, existing)
-
-
-def _logical_devices() -> list[tf.config.LogicalDevice]:
-    import tensorflow as tf
-
-    return [device for device in tf.config.list_logical_devices() if device.device_type in ("GPU", "CPU")]
-
-
-def _short_name(device: tf.config.LogicalDevice) -> str:
-    return str(device.name).removeprefix("/device:")
+    return _select(devices, existing)
 
 
 @contextlib.contextmanager
 def native_messages_to(path: Path) -> Iterator[None]:
-    """Redirect the standard error of TensorFlow's C++ code into a file; Python's own stays on the terminal.
+    """Append the standard error of native code to a file; Python's standard error stays on the terminal.
 
-    TensorFlow 2.21 prints its start-up messages before it reads TF_CPP_MIN_LOG_LEVEL, so only a redirection of the file
-    descriptor keeps them off the terminal.
+    TensorFlow 2.21 prints messages before it reads TF_CPP_MIN_LOG_LEVEL, so only redirecting the file descriptor keeps
+    them off the terminal.
 
     Args:
-        path: The file to append to; its folder must exist.
+        path: A file in an existing folder.
 
     Raises:
         OSError: If the file cannot be written.

@@ -1,4 +1,4 @@
-"""The memory of this process; where the system is not Linux, its largest memory stands for all."""
+"""The resident memory of this process in bytes. Outside Linux, every function returns the peak."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak() -> None:
-    """Set the peak to the present memory, proc(5).
+    """Reset the peak to the current memory (proc(5)).
 
     Raises:
-        OSError: If the system does not allow it, as in some containers.
+        OSError: If the system forbids it, as some containers do.
     """
     _CLEAR_REFERENCES.write_text("5")
 
 
 def resident_bytes() -> int:
-    """Return the present memory.
+    """Return the current resident memory.
 
     Example:
         >>> resident_bytes() > 1e6
@@ -33,9 +33,9 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the most memory since the last reset.
+    """Return the peak resident memory since the last reset.
 
-    `getrusage` would include the peak of the process that started this one.
+    Unlike `getrusage`, it does not include the peak of the parent process.
 
     Example:
         >>> peak_bytes() >= resident_bytes() // 2
@@ -43,9 +43,9 @@ def peak_bytes() -> int:
     """
     if not _STATUS.exists():
         return _largest_bytes()
-    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
-    assert found is not None, "Linux has it since 2.6"
-    return int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+    assert match is not None, "Linux has it since 2.6"
+    return int(match[1]) * 1024
 
 
 def _largest_bytes() -> int:

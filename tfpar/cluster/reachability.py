@@ -1,4 +1,4 @@
-"""Whether the workers of a job accept connections, and why not."""
+"""Which workers of a job accept connections, and why the others do not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from tfpar.cluster.tf_config import JobConfig, split_address
 
 
 def unreachable(job: JobConfig, seconds: float) -> tuple[str, ...]:
-    """Return the addresses of the other workers that accept no connection: those that never started.
+    """Return the addresses of the other workers that accept no connection.
 
-    It is called at TensorFlow's time limit for forming the cluster, to name the missing workers. A worker stopped by a
-    signal still counts as reachable: the kernel accepts the connection.
+    A suspended worker still counts as reachable, because the kernel accepts the connection.
 
     Args:
-        job: The job and the rank of this process in it.
-        seconds: The time limit; all workers are tried at the same time.
+        job: The job of this process.
+        seconds: Time limit; all workers are tried at once.
 
     Example:
         >>> unreachable(JobConfig(("localhost:2222",), rank=0, role="chief"), seconds=1)
@@ -27,15 +26,15 @@ def unreachable(job: JobConfig, seconds: float) -> tuple[str, ...]:
 
 
 def problems(addresses: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the reason for each address that accepts no connection, such as "No route to host".
+    """Return, for each address that accepts no connection, the reason, such as "No route to host".
 
     Args:
-        addresses: Addresses of workers.
-        seconds: The time limit; all addresses are tried at the same time.
+        addresses: The addresses to try, each as `host:port`.
+        seconds: Time limit; all addresses are tried at once.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as pool:
-        found = pool.map(lambda address: _problem(address, seconds), addresses)
-    return {address: problem for address, problem in zip(addresses, found, strict=True) if problem is not None}
+        reasons = pool.map(lambda address: _problem(address, seconds), addresses)
+    return {address: problem for address, problem in zip(addresses, reasons, strict=True) if problem is not None}
 
 
 def _problem(address: str, seconds: float) -> str | None:
@@ -47,9 +46,5 @@ def _problem(address: str, seconds: float) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """Return why a connection failed, such as "No route to host".
-
-    Args:
-        error: The error of the connection.
-    """
+    """Return why a connection failed, such as "No route to host"."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

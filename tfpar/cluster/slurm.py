@@ -1,9 +1,9 @@
-"""Addresses of a Slurm job step, from the variables that `srun` sets for each task; no TensorFlow, no scontrol.
+"""Worker addresses of a Slurm job step, from the environment variables set by `srun`.
 
-TensorFlow's own `SlurmClusterResolver` (`python/distribute/cluster_resolver/slurm_cluster_resolver.py`, 2.21) fails on
-nodes without GPUs: its `get_num_gpus` runs `nvidia-smi` and raises FileNotFoundError; with `gpus_per_node=0` it
-iterates over `range(0, 0, 0)`, which raises ValueError. It also uses the same ports for every job, from 8888 on, and
-sorts the hosts by name, while Slurm numbers its tasks in the order of its list.
+TensorFlow 2.21's `SlurmClusterResolver` (`python/distribute/cluster_resolver/slurm_cluster_resolver.py`) does not
+suffice: it fails on nodes without GPUs (`get_num_gpus` runs `nvidia-smi`; `gpus_per_node=0` raises ValueError in
+`range(0, 0, 0)`), uses the same ports from 8888 on for every job, and sorts the hosts by name, while Slurm numbers
+tasks in the order of its host list.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tfpar.messages.received import quoted
 
-# Ports are 20000 to 32735: below 32768, the first port of Linux for outgoing connections.
+# Ports are 20000 to 32735, below the ephemeral ports of Linux, which start at 32768.
 FIRST_PORT = 20000
-PORTS_A_STEP = 64  # with more tasks than this on one node, the ports overlap with those of another step
-NUM_SLOTS = 199  # prime, so that the steps of consecutive jobs get different ports
-SLOTS_BETWEEN_STEPS = 23  # of one job: its first steps do not overlap with the jobs submitted right after it
+PORTS_A_STEP = 64  # with more tasks on one node, ports overlap with those of another step
+NUM_SLOTS = 199  # prime, so that steps of consecutive jobs get different ports
+SLOTS_BETWEEN_STEPS = 23  # within a job, so that its steps do not overlap with the next jobs
 
-# Slurm's own limit for one job (MAX_SLURM_NODES in its source is 65,536); a longer list is a mistake or an attack.
+# Slurm's own limit for one job (MAX_SLURM_NODES is 65,536); a longer list is a mistake or an attack.
 MAX_TASKS = 65536
 _MAX_TEXT = 1 << 20
 _MAX_DIGITS = 10
@@ -35,15 +35,15 @@ _KEEP = "Start the command with srun, and keep its variables as they are."
 
 
 def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int] | None:
-    """Return all addresses in rank order, and the rank of this task; None outside of a job step with several tasks.
+    """Return all addresses in rank order and the rank of this task; None outside a job step with several tasks.
 
-    A batch script itself is no step: `sbatch` sets SLURM_NTASKS, but not SLURM_STEP_NUM_TASKS.
+    A batch script is not a step: `sbatch` sets SLURM_NTASKS, but not SLURM_STEP_NUM_TASKS.
 
     Args:
-        environment: The variables of this process, as `os.environ`.
+        environment: Environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: If a variable is missing or invalid, or tasks do not fill one node after the other.
+        ValueError: If a variable is missing or invalid, or tasks do not fill the nodes one by one.
 
     Example:
         >>> from_variables({"SLURM_JOB_ID": "7"}) is None
@@ -61,7 +61,7 @@ def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int
         )
     places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     rank = number(environment, "SLURM_PROCID")
-    _check_place(environment, places, rank)
+    _check_block_distribution(environment, places, rank)
     port = first_port(number(environment, "SLURM_JOB_ID"), number(environment, "SLURM_STEP_ID"))
     if port + max(tasks) - 1 > _LAST_PORT:
         raise ValueError(
@@ -72,10 +72,10 @@ def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int
 
 
 def first_port(job_id: int, step_id: int) -> int:
-    """Return the port of the first task of a step on each node; the other tasks of the node use the following ports.
+    """Return the port of the first task on each node; the node's other tasks use the following ports.
 
-    All tasks compute all ports without communication, from the ids of the job and the step. Two jobs on one node need
-    different ports: the first steps of two jobs share ports only if their job ids differ by a multiple of 199.
+    Each task computes all ports without communication. Jobs that share a node need different ports: the first steps of
+    two jobs share ports only if their job ids differ by a multiple of 199.
 
     Args:
         job_id: SLURM_JOB_ID.
@@ -89,13 +89,13 @@ def first_port(job_id: int, step_id: int) -> int:
 
 
 def expand_hosts(hostlist: str) -> list[str]:
-    """Expand Slurm's compressed list of hosts, in its order.
+    """Expand a Slurm host list, in order.
 
     Args:
-        hostlist: Names with ranges in brackets, zeros kept: `rack[1-2]node[01-03,7],gpu1`.
+        hostlist: Host names with ranges in brackets, such as `rack[1-2]node[01-03,7],gpu1`. Leading zeros are kept.
 
     Raises:
-        ValueError: If the list is invalid, names a host twice, or more hosts than a job can have.
+        ValueError: If the list is invalid, repeats a host, or names more hosts than a job can have.
 
     Example:
         >>> expand_hosts("node[08-10,7],gpu1")
@@ -108,7 +108,7 @@ def expand_hosts(hostlist: str) -> list[str]:
             f"A list of hosts must be as Slurm writes it, such as node[01-03,7],gpu1, received {quoted(hostlist)}. "
             f"{_KEEP}"
         )
-    # Counted first: a range takes as few characters for a billion names as for two.
+    # Counted before expansion: a short range can name a billion hosts.
     num_hosts = sum(_num_names(host) for host in hosts)
     if num_hosts > MAX_TASKS:
         raise ValueError(
@@ -126,13 +126,13 @@ def expand_hosts(hostlist: str) -> list[str]:
 
 
 def _longest_name(host: str) -> int:
-    """Return an upper bound on the length of a name: a range adds at most its widest number."""
+    """Return an upper bound on the length of the expanded names."""
     widths = [max(map(len, re.split("[,-]", ranges))) for ranges in re.findall(r"\[(.*?)\]", host)]
     return len(re.sub(r"\[.*?\]", "", host)) + sum(widths)
 
 
 def _num_names(host: str) -> int:
-    """Return the number of names of a host with ranges, or any number beyond the limit."""
+    """Return the number of expanded names, or any number above the limit."""
     number = 1
     for ranges in re.findall(r"\[(.*?)\]", host):
         number *= sum(last - first + 1 for first, last in _bounds(ranges))
@@ -142,7 +142,7 @@ def _num_names(host: str) -> int:
 
 
 def _expand_host(host: str) -> Iterator[str]:
-    # Every second part was in brackets: "rack[1-2]n[3]" is split into "rack", "1-2", "n", "3", "".
+    # Odd parts were in brackets: "rack[1-2]n[3]" is split into "rack", "1-2", "n", "3", "".
     parts = re.split(r"\[(.*?)\]", host)
     choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return map("".join, itertools.product(*choices))
@@ -168,10 +168,10 @@ def _bounds(ranges: str) -> Iterator[tuple[int, int]]:
 
 
 def expand_tasks(tasks_per_node: str) -> list[int]:
-    """Expand Slurm's compressed list of the number of tasks of each node, in the order of the list of hosts.
+    """Expand a Slurm list of tasks per node, in the order of the host list.
 
     Args:
-        tasks_per_node: Numbers, repeated ones in Slurm's notation: `2(x3),1`.
+        tasks_per_node: Task counts in Slurm's notation, such as `2(x3),1`.
 
     Raises:
         ValueError: If the list is invalid.
@@ -194,8 +194,8 @@ def expand_tasks(tasks_per_node: str) -> list[int]:
     return [count for count, repeated in counts for _ in range(repeated)]
 
 
-def _check_place(environment: Mapping[str, str], places: Sequence[tuple[int, int]], rank: int) -> None:
-    """Refuse `--distribution=cyclic` and similar: the rank of a task would give it the address of another task."""
+def _check_block_distribution(environment: Mapping[str, str], places: Sequence[tuple[int, int]], rank: int) -> None:
+    """Refuse distributions such as `cyclic`, with which a task would get the address of another one."""
     actual = number(environment, "SLURM_NODEID"), number(environment, "SLURM_LOCALID")
     if rank >= len(places) or places[rank] != actual:
         raise ValueError(
@@ -205,7 +205,7 @@ def _check_place(environment: Mapping[str, str], places: Sequence[tuple[int, int
 
 
 def number(environment: Mapping[str, str], name: str) -> int:
-    """Return the whole number in a variable of a job step; raise ValueError if it is missing or no number."""
+    """Return the integer in a variable of a job step; raise ValueError if it is missing or invalid."""
     value = variable(environment, name)
     if not re.fullmatch(_DIGITS, value):
         raise ValueError(f"{name} must be a whole number, received {quoted(value)}. Keep the variables that srun sets.")

@@ -1,7 +1,7 @@
-"""The job of this process and its rank: TF_CONFIG, or the variables of a Slurm job step, checked before the start.
+"""The job of this process, read and validated from TF_CONFIG or the variables of a Slurm job step.
 
-Ranks are TensorFlow's: a "chief", if the cluster has one, has rank 0, followed by the workers; without one, worker 0
-is the chief. An evaluator takes no part in the training, and the cluster need not list it.
+Ranks follow TensorFlow: the chief has rank 0, followed by the workers; in a cluster without a "chief", worker 0 is the
+chief. An evaluator does not take part in training and need not be listed in the cluster.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ADDRESS = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]
 
 @dataclasses.dataclass(frozen=True)
 class JobConfig:
-    """All workers of a job, and the rank and role of this process.
+    """The workers of a job, and the rank and role of this process.
 
     Attributes:
-        addresses: `host:port` of all workers, in rank order: the chief first.
+        addresses: `host:port` of each worker, in rank order.
         rank: The rank of this process; 0 for an evaluator.
         role: The role of this process.
 
@@ -59,24 +59,24 @@ class JobConfig:
 
     @property
     def is_on_loopback(self) -> bool:
-        """Whether all addresses are of the loopback interface, so that all workers are on this machine."""
+        """Whether all workers run on this machine: all addresses are loopback addresses."""
         return all(_is_loopback(split_address(address)[0]) for address in self.addresses)
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The addresses of the other workers; for an evaluator, of all workers."""
+        """The addresses of the other workers; all workers for an evaluator."""
         own = None if self.role == "evaluator" else self.rank
         return tuple(address for rank, address in enumerate(self.addresses) if rank != own)
 
 
 def from_environment(environment: Mapping[str, str]) -> JobConfig | None:
-    """Return the job of TF_CONFIG, or else of a Slurm job step with several tasks; None if there is neither.
+    """Return the job described by TF_CONFIG, or by the Slurm job step; None if there is neither.
 
     Args:
-        environment: The variables of this process, as `os.environ`.
+        environment: Environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: If the variables are invalid, with one line for each mistake.
+        ValueError: If the variables are invalid, with one line per mistake.
 
     Example:
         >>> from_environment({"TF_CONFIG": to_tf_config(["localhost:2222", "localhost:2223"], rank=1)}).rank
@@ -92,13 +92,13 @@ def from_environment(environment: Mapping[str, str]) -> JobConfig | None:
 
 
 def has_other_workers(environment: Mapping[str, str]) -> bool:
-    """Return whether this process belongs to a job of several workers.
+    """Return whether this process belongs to a job with several workers.
 
     Args:
-        environment: The variables of this process, as `os.environ`.
+        environment: Environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: If the variables are invalid, with one line for each mistake.
+        ValueError: If the variables are invalid, with one line per mistake.
 
     Example:
         >>> has_other_workers({"TF_CONFIG": to_tf_config(["localhost:2222", "localhost:2223"], rank=1)})
@@ -109,10 +109,10 @@ def has_other_workers(environment: Mapping[str, str]) -> bool:
 
 
 def to_tf_config(addresses: Sequence[str], rank: int) -> str:
-    """Return the TF_CONFIG of one worker; worker 0 is the chief.
+    """Return the TF_CONFIG of a worker; worker 0 is the chief.
 
     Args:
-        addresses: `host:port` of all workers, in rank order.
+        addresses: `host:port` of each worker, in rank order.
         rank: The rank of the worker.
 
     Example:
@@ -123,13 +123,13 @@ def to_tf_config(addresses: Sequence[str], rank: int) -> str:
 
 
 def parse(text: str) -> JobConfig:
-    """Return the job that a TF_CONFIG describes.
+    """Parse a TF_CONFIG.
 
     Args:
-        text: The value of TF_CONFIG, JSON.
+        text: The value of TF_CONFIG, in JSON.
 
     Raises:
-        ValueError: If it is invalid, with one line for each mistake.
+        ValueError: If it is invalid, with one line per mistake.
 
     Example:
         >>> parse('{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}')
@@ -154,9 +154,9 @@ def parse(text: str) -> JobConfig:
             f'TF_CONFIG must be an object with "cluster" and "task", received {excerpt(text)}; '
             "write it so, or unset TF_CONFIG to train on one worker."
         )
-    # Only the first mistakes are searched, as there can be a million.
-    found = itertools.chain(_cluster_mistakes(described), _task_mistakes(described))
-    mistakes = list(itertools.islice(found, MAX_PROBLEMS + 1))
+    # Stop after the first mistakes: there can be a million.
+    all_mistakes = itertools.chain(_cluster_mistakes(described), _task_mistakes(described))
+    mistakes = list(itertools.islice(all_mistakes, MAX_PROBLEMS + 1))
     if len(mistakes) > MAX_PROBLEMS:
         mistakes[MAX_PROBLEMS:] = ["There are more mistakes: correct these first."]
     if mistakes:
@@ -228,7 +228,7 @@ def _address_mistakes(who: str, address: object) -> Iterator[str]:
 
 
 def _is_host(host: str) -> bool:
-    """Return whether a name can be that of a host; a name in brackets must be an IPv6 address."""
+    """Return whether a host is valid; one in brackets must be an IPv6 address."""
     if host.startswith("["):
         with contextlib.suppress(ValueError):
             return bool(ipaddress.IPv6Address(host.strip("[]")))
@@ -280,16 +280,16 @@ def _index_mistakes(task: dict[str, Any], cluster: dict[str, Any]) -> Iterator[s
 
 
 def check_port_free(job: JobConfig) -> None:
-    """Refuse a taken port, right before TensorFlow starts.
+    """Check that the port of this worker is free, right before TensorFlow starts.
 
-    TensorFlow's own error is only "Could not start gRPC server". The port is tried only if the host name is that of
-    this machine: otherwise the address may be forwarded to another port.
+    TensorFlow only reports "Could not start gRPC server". If the host is not this machine, the address may be
+    forwarded to another port, and nothing is checked. An evaluator needs no port.
 
     Args:
-        job: The job and the rank of this process in it; an evaluator needs no port.
+        job: The job of this process.
 
     Raises:
-        OSError: If the port is taken, with the address.
+        OSError: If the port is taken.
 
     Example:
         >>> check_port_free(JobConfig(("localhost:2222",), rank=0, role="chief"))
@@ -301,7 +301,7 @@ def check_port_free(job: JobConfig) -> None:
     if not _is_this_machine(host):
         return
     for family in (socket.AF_INET6, socket.AF_INET):
-        # With SO_REUSEADDR, as TensorFlow: connections of an ended job do not block the port.
+        # With SO_REUSEADDR, as TensorFlow does: connections of an ended job do not block the port.
         try:
             socket.create_server(("", port), family=family).close()
         except OSError as error:
@@ -314,7 +314,7 @@ def check_port_free(job: JobConfig) -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of an address of a job."""
+    """Split `host:port`; brackets around an IPv6 address are removed."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -326,10 +326,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Return whether a name is that of this machine: only then can a socket be bound to its address."""
+    """Return whether a host is this machine: a socket can be bound only to a local address."""
     with contextlib.suppress(OSError, UnicodeError):
-        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
-            probe.bind(place)
+            probe.bind(address)
             return True
     return False

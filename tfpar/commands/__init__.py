@@ -1,1 +1,1 @@
-"""The parts that all commands of tfpar share; no TensorFlow."""
+"""What all commands of tfpar share. It does not import TensorFlow."""

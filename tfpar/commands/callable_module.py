@@ -1,4 +1,4 @@
-"""Modules that are functions too: `tfpar.doctor` is the command's module once anyone has imported it."""
+"""Callable modules: `tfpar.doctor` is both a function and, once imported, the module of a command."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def make_callable(name: str, load: Callable[[], Callable[..., Any]]) -> None:
-    """Let a module be called as the function for users of the same name.
+    """Make an imported module callable, as the public function of the same name.
 
     Args:
-        name: The name of the module, which is imported.
-        load: Returns the function; called at each call, so that it may import what the command does not need.
+        name: The name of the module.
+        load: Returns the function. It runs on each call, so that its imports do not slow the command down.
 
     Example:
-        >>> sys.modules["numbers_of"] = types.ModuleType("numbers_of")
-        >>> make_callable("numbers_of", lambda: len)
-        >>> sys.modules.pop("numbers_of")("four")
+        >>> sys.modules["length"] = types.ModuleType("length")
+        >>> make_callable("length", lambda: len)
+        >>> sys.modules.pop("length")("four")
         4
     """
 

@@ -1,4 +1,4 @@
-"""Help, version and flags of all commands of tfpar, on top of absl's flags; no TensorFlow."""
+"""Help, version, flags and exit codes of all commands, on top of absl's flags."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ COMMANDS = {
 }
 _MOST_COLUMNS = 100
 FAILED = 1
-REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
-OTHER_FAILED = 3  # of a worker that ends because another one failed
+REPEATABLE = 2  # a worker would fail in the same way after a restart; argparse uses it too
+OTHER_FAILED = 3  # a worker ended because another one failed
 UNREAD = 141  # 128 + SIGPIPE, as shells report it
 _LONGEST_NAME = 60  # of a flag
 
@@ -49,14 +49,14 @@ class Command:
     """A command and its help.
 
     Args:
-        name: The module that Python runs, one of `COMMANDS`.
-        usage: The arguments after the name, such as "[--config CONFIG] [--trace]"; a line for each way to call it.
-        flags: Names of its flags, with the placeholder of each one's value; an empty one for a switch.
-        examples: Whole command lines.
-        details: Returns the end of the help.
-        way_out: Returns a hint for an unknown flag, after a space; by default nothing.
-        values: Holds the flags; absl's own by default. A flag of two commands needs two of them.
-        error_code: The exit code of an error among the flags; None for `code_of_repeatable_error`.
+        name: The module to run, one of `COMMANDS`.
+        usage: The arguments, such as "[--config CONFIG] [--trace]"; one line per form.
+        flags: The placeholder of each flag's value, by name; empty for a boolean flag.
+        examples: Complete command lines.
+        details: Returns the end of the help text.
+        way_out: Returns a hint for an unknown flag, with a leading space. Defaults to none.
+        values: The flag values. Commands that define the same flag need their own; the default is absl's global one.
+        error_code: The exit code for invalid flags. Defaults to `repeatable_error_code`.
     """
 
     name: str
@@ -70,25 +70,26 @@ class Command:
 
 
 def parse(command: Command, arguments: Sequence[str]) -> list[str]:
-    """Parse the flags of a command line: the flags parser for `absl.app.run`.
+    """Parse a command line, as the flags parser of `absl.app.run`.
 
-    Help and version are printed here; an error is one sentence on standard error.
+    It prints help and version, and reports an error as one sentence on standard error.
 
     Args:
         command: The command.
-        arguments: The program's name and its arguments; after `--` nothing is a flag.
+        arguments: The program name and its arguments; those after `--` are not flags.
 
     Returns:
-        The program's name and the arguments that are not flags.
+        The program name and the arguments that are not flags.
 
     Raises:
-        SystemExit: With code 0 after help or version, with that of the command after an error.
+        SystemExit: After help or version with code 0, after an error with that of the command.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     asked = set(arguments[1:end])
     for word in arguments[1:end]:
         name = word.partition("=")[0].lstrip("-")
-        # absl looks for similar names in a time and a depth that grow with the name, and reads any flag file whole.
+        # absl's search for similar flags takes time and recursion depth that grow with the name, and it reads flag
+        # files of any size.
         if word.startswith("-") and (len(name) > _LONGEST_NAME or name in ("flagfile", "undefok")):
             _refuse(command, f"{excerpt(word.partition('=')[0])} is no flag.")
     if asked & {"-h", "-help", "--help", "-?"}:
@@ -99,7 +100,7 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
         raise SystemExit(0)
     try:
         if command.values is not flags.FLAGS:
-            flags.FLAGS(arguments[:1])  # absl's own flags must have been parsed, too
+            flags.FLAGS(arguments[:1])  # absl's own flags must be parsed too
         return [*command.values(arguments[:end]), *arguments[end + 1 :]]
     except flags.Error as error:
         _refuse(command, _sentence(command, error))
@@ -108,11 +109,11 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
 def _refuse(command: Command, sentence: str) -> NoReturn:
     print(f"error: {sentence} See python -m {command.name} --help.", file=sys.stderr)
     code = command.error_code
-    raise SystemExit(code_of_repeatable_error(os.environ) if code is None else code) from None
+    raise SystemExit(repeatable_error_code(os.environ) if code is None else code) from None
 
 
 def error_lines(text: str) -> list[str]:
-    r"""Return the lines in which a command prints an error, without empty lines and the colours of Keras' messages.
+    r"""Return the lines that report an error, without empty lines and the colours of Keras' messages.
 
     Args:
         text: The message.
@@ -124,16 +125,16 @@ def error_lines(text: str) -> list[str]:
     return [f"error: {line}" for line in without_control_sequences(text).splitlines() if line.strip()]
 
 
-def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
-    """Return the exit code of an error in flags, configuration or data, which the same command would repeat.
+def repeatable_error_code(environment: Mapping[str, str]) -> int:
+    """Return the exit code for errors in flags, configuration or data, which would recur after a restart.
 
-    For a worker it differs from that of other failures, so that what started the worker does not start it again.
+    For a worker, it differs from that of other failures, so that the launcher does not restart it.
 
     Args:
-        environment: The variables of this process, as `os.environ`.
+        environment: Environment variables, such as `os.environ`.
 
     Example:
-        >>> code_of_repeatable_error({}), code_of_repeatable_error({"TF_CONFIG": "{}"})
+        >>> repeatable_error_code({}), repeatable_error_code({"TF_CONFIG": "{}"})
         (1, 2)
     """
     return REPEATABLE if "TF_CONFIG" in environment or "SLURM_STEP_ID" in environment else FAILED
@@ -142,29 +143,21 @@ def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
 def run(
     main: Callable[[list[str]], int], flags_parser: Callable[[Sequence[str]], list[str]], bug_code: int = FAILED
 ) -> NoReturn:
-    """Run a command and end the process; only a bug prints a traceback.
+    """Run a command and exit. Only unexpected exceptions print a traceback.
 
     Args:
-        main: The function of the command; it returns the exit code.
-        flags_parser: Removes the flags from the command line.
-        bug_code: The exit code of a bug, in tfpar or in the code of a user.
+        main: Runs the command and returns the exit code.
+        flags_parser: Parses the flags and returns the other arguments.
+        bug_code: The exit code for unexpected exceptions, of tfpar or of user code.
 
     Raises:
-        SystemExit: With the exit code: that of `main`, 130 after Ctrl-C, 141 if the reader of the output is gone.
+        SystemExit: With the code of `main`, 130 after Ctrl-C, or 141 if the reader of the output is gone.
     """
     run_plain(lambda: app.run(main, flags_parser=flags_parser), bug_code)
 
 
 def run_plain(main: Callable[[], int], bug_code: int = FAILED) -> NoReturn:
-    """Run a command without flags to its end, as `run` does.
-
-    Args:
-        main: The function of the command; it returns the exit code, or exits with it.
-        bug_code: As for `run`.
-
-    Raises:
-        SystemExit: With the exit code.
-    """
+    """Do the same as `run` for a command without flags."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -187,23 +180,20 @@ def run_plain(main: Callable[[], int], bug_code: int = FAILED) -> NoReturn:
 
 
 def _is_unread() -> bool:
-    """Return whether the reader of standard output is gone, and not that of another pipe or socket."""
+    """Return whether the broken pipe is standard output, not another pipe or socket."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _drop_output() -> None:
-    """Discard what standard output has buffered; Python would try to write it at its end, and print the error again."""
+    """Discard buffered output, which Python would try to write again at exit, with the same error."""
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 def interruptible(main: Callable[[], int]) -> int:
-    """Return the exit code of a function, 130 after Ctrl-C.
-
-    Args:
-        main: Returns the exit code.
+    """Run a function and return its exit code, or 130 after Ctrl-C.
 
     Example:
         >>> interruptible(lambda: 0)
@@ -223,7 +213,7 @@ def _exit_code(main: Callable[[], int]) -> int:
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0
-        print(ended.code, file=sys.stderr)  # of sys.exit("..."), as Python itself prints it
+        print(ended.code, file=sys.stderr)  # sys.exit("...") prints its argument
         return FAILED
 
 
@@ -242,17 +232,13 @@ def _sentence(command: Command, error: flags.Error) -> str:
 
 
 def help_text(command: Command) -> str:
-    """Return what `--help` prints: summary, usage, flags, examples, details.
-
-    Args:
-        command: The command.
-    """
-    of_all = [("-h, --help", "Print this and exit."), ("--version", "Print the versions and exit.")]
+    """Return the text of `--help`: summary, usage, flags, examples, details."""
+    common = [("-h, --help", "Print this and exit."), ("--version", "Print the versions and exit.")]
     calls = [f"python -m {command.name} {usage}" for usage in command.usage]
     parts = [
         textwrap.fill(COMMANDS[command.name], _columns()),
         "usage: " + "\n       ".join(calls),
-        two_columns([*of_all, *meanings(command)]),
+        two_columns([*common, *meanings(command)]),
         "examples:\n" + "\n".join(f"  {example}" for example in command.examples),
         command.details(),
     ]
@@ -260,21 +246,14 @@ def help_text(command: Command) -> str:
 
 
 def meanings(command: Command) -> list[tuple[str, str]]:
-    """Return each flag of a command, with the placeholder of its value, and its meaning.
-
-    Args:
-        command: The command.
-    """
-    # absl adds to a repeated flag's text, after a semicolon, that it may be repeated.
+    """Return each flag of a command, with its placeholder, and its help text."""
+    # absl appends a note to the help of a repeatable flag, after a semicolon.
     texts = {name: (command.values[name].help or "").partition(";\n")[0] for name in command.flags}
     return [(f"--{name} {placeholder}".rstrip(), texts[name]) for name, placeholder in command.flags.items()]
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Return names and their meanings as text that fits the terminal.
-
-    Args:
-        rows: A name and a text each.
+    """Format names and their descriptions to fit the terminal.
 
     Example:
         >>> print(two_columns([("--trace", "Measure."), ("--config CONFIG", "Read.")]))

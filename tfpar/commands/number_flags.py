@@ -1,4 +1,4 @@
-"""Flags that are numbers: decimal digits only, where `int` and `float` also take other scripts' digits and `1_0`."""
+"""Parsers for numeric flags. Unlike `int` and `float`, they refuse non-ASCII digits and underscores (`1_0`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?
 
 
 class Integer(flags.IntegerParser):
-    """Takes an integer of at most 18 decimal digits.
+    """Parse an integer of at most 18 decimal digits.
 
     Example:
         >>> Integer().parse("12")
@@ -20,14 +20,14 @@ class Integer(flags.IntegerParser):
     """
 
     def convert(self, argument: Any) -> int:
-        """Return the number that a text means."""
+        """Convert a flag value."""
         if isinstance(argument, str) and not _INTEGER.fullmatch(argument):
             raise ValueError("no integer")
         return int(argument)
 
 
 class Number(flags.FloatParser):
-    """Takes a number in decimal digits; `inf` and `nan` are left to the command to refuse.
+    """Parse a decimal number. Commands must refuse `inf` and `nan` themselves.
 
     Example:
         >>> Number().parse("1.5e3")
@@ -35,23 +35,17 @@ class Number(flags.FloatParser):
     """
 
     def convert(self, argument: Any) -> float:
-        """Return the number that a text means."""
+        """Convert a flag value."""
         if isinstance(argument, str) and not _NUMBER.fullmatch(argument):
             raise ValueError("no number")
         return float(argument)
 
 
 def check_within(name: str, value: float, least: float, most: float) -> None:
-    """Refuse the value of a flag that is out of range, or no number.
-
-    Args:
-        name: Of the flag.
-        value: The value of the flag.
-        least: The smallest value.
-        most: The largest value.
+    """Check that the value of a flag is within `[least, most]`.
 
     Raises:
-        ValueError: If it is out of range.
+        ValueError: If it is out of range or NaN.
 
     Example:
         >>> check_within("audit", 0, 1, 4096)

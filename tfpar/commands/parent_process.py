@@ -1,4 +1,4 @@
-"""A child process that ends with its parent."""
+"""Child processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, even by kill -9; Linux only."""
+    """Make the kernel kill this process when its parent ends, even by SIGKILL. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

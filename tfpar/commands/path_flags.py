@@ -1,4 +1,4 @@
-"""Flags that are files or folders."""
+"""Parser for flags that are paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from absl import flags
 
 
 class FilePath(flags.ArgumentParser[str]):
-    """Takes a path, with `~` for the home folder: shells replace it in `--flag ~/x`, and not in `--flag=~/x`.
+    """Parse a path and expand `~`, which shells expand in `--flag ~/x`, but not in `--flag=~/x`.
 
     Example:
         >>> FilePath().parse("runs/digits")
@@ -17,5 +17,5 @@ class FilePath(flags.ArgumentParser[str]):
     """
 
     def parse(self, argument: Any) -> str:
-        """Return the path that a text means."""
+        """Convert a flag value."""
         return os.path.expanduser(str(argument))

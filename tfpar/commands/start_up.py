@@ -1,7 +1,7 @@
-"""The start of a command of tfpar: standard streams, and Ctrl-C during imports.
+"""Startup of the commands: standard streams, and Ctrl-C during imports.
 
-A KeyboardInterrupt within an import ends in a traceback, or in a module that is half imported. So until a command has
-its modules, Ctrl-C ends the process at once: there is nothing to save yet.
+A KeyboardInterrupt during an import ends in a traceback or leaves a module half imported. So Ctrl-C ends the process at
+once until all modules are imported: there is nothing to save yet.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _SCRIPTS = ("tfpar-train", "tfpar-launch", "tfpar-doctor", "tfpar-plan")
 
 
 def is_command() -> bool:
-    """Return whether this process is a command of tfpar: `python -m tfpar.train`, or a script that pip installed."""
-    if sys.argv[:1] == ["-m"]:  # so Python calls a module until it has found it
+    """Return whether this process runs a command of tfpar, with `python -m` or as an installed script."""
+    if sys.argv[:1] == ["-m"]:  # Python's placeholder until it has located the module
         return sys.orig_argv[-len(sys.argv)].removeprefix("-m") in _MODULES
     return bool(sys.argv) and os.path.basename(sys.argv[0]) in _SCRIPTS
 
 
 def begin() -> None:
-    """Prepare a command for its imports; nothing happens in any other process."""
+    """Prepare a command for its imports. It does nothing in other processes."""
     if is_command():
         _open_closed_streams()
-        # TensorFlow's import takes the descriptor 2 for itself.
+        # Importing TensorFlow redirects file descriptor 2.
         _terminal.append(os.dup(2))
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave)
 
 
 def _open_closed_streams() -> None:
-    """Open `/dev/null` in place of closed standard streams, as after `>&-`.
+    """Open `/dev/null` in place of closed standard streams (`>&-`).
 
-    Otherwise the next opened file, such as a checkpoint, gets the descriptor to which native code writes its errors.
+    Otherwise the next opened file, such as a checkpoint, would get the descriptor to which native code writes errors.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -48,20 +48,20 @@ def _open_closed_streams() -> None:
 
 
 def imported() -> None:
-    """Restore KeyboardInterrupt on Ctrl-C after the imports."""
+    """Raise KeyboardInterrupt on Ctrl-C again, after the imports."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended() -> None:
-    """End the process at once on Ctrl-C, without Python's traceback, after the work is done."""
+    """Make Ctrl-C end the process without a traceback, after the work is done."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """End the process at once on Ctrl-C inside this context, instead of raising KeyboardInterrupt.
+    """Make Ctrl-C end the process at once in this context, instead of raising KeyboardInterrupt.
 
     Example:
         >>> with importing():

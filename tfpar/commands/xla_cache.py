@@ -1,8 +1,8 @@
-"""Compilations of XLA in the folder of a run, so that a restart does not compile again; no TensorFlow.
+"""XLA's persistent compilation cache in the run directory, so that a restart does not compile again.
 
-TensorFlow 2.21 writes each compiled function into the folder of `--tf_xla_persistent_cache_directory`, and finds it
-there by its name and operations (tensorflow/compiler/jit/flags.h). It does not ask for which processor it was compiled,
-and by which version, so each kind of machine has a folder of its own.
+TensorFlow 2.21 caches compiled functions in the folder `--tf_xla_persistent_cache_directory`, by name and operations
+(tensorflow/compiler/jit/flags.h). It checks neither the processor nor the TensorFlow version, so each kind of machine
+gets its own folder.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 _VARIABLE = "TF_XLA_FLAGS"
 _FLAG = "--tf_xla_persistent_cache_directory"
-_OF_PROCESSOR = ("model name", "flags", "CPU part", "Features")  # in /proc/cpuinfo; the last two on ARM
+_PROCESSOR_LINES = ("model name", "flags", "CPU part", "Features")  # in /proc/cpuinfo; the last two on ARM
 
 
 def keep_in(folder: Path, root: Path = Path("/")) -> None:
-    """Let TensorFlow, which has not started, keep compilations in a folder; a choice of the user has precedence.
+    """Set XLA's cache folder, unless the user has set one. Call it before TensorFlow starts.
 
     Args:
-        folder: It need not exist; TensorFlow creates it for the first compilation.
+        folder: The cache folder, which TensorFlow creates at the first compilation.
         root: The root of the file system that describes the machine.
     """
     flags = os.environ.get(_VARIABLE, "")
@@ -32,16 +32,16 @@ def keep_in(folder: Path, root: Path = Path("/")) -> None:
 
 
 def _kind_of_machine(root: Path) -> str:
-    """Return a name of the processor, the GPUs with their driver, and the version of TensorFlow."""
-    found = {line for line in _text(root / "proc/cpuinfo").splitlines() if line.startswith(_OF_PROCESSOR)}
+    """Return a hash of the processor, the GPUs with their driver, and the version of TensorFlow."""
+    processor = {line for line in _text(root / "proc/cpuinfo").splitlines() if line.startswith(_PROCESSOR_LINES)}
     driver = root / "proc/driver/nvidia"
     cards = [line for card in driver.glob("gpus/*/information") for line in _text(card).splitlines() if "Model" in line]
-    described = [*sorted(found), *sorted(cards), _text(driver / "version"), _version()]
+    described = [*sorted(processor), *sorted(cards), _text(driver / "version"), _version()]
     return hashlib.blake2b("\n".join(described).encode(), digest_size=6).hexdigest()
 
 
 def _version() -> str:
-    with contextlib.suppress(metadata.PackageNotFoundError):  # another name, such as tensorflow-cpu
+    with contextlib.suppress(metadata.PackageNotFoundError):  # another distribution, such as tensorflow-cpu
         return metadata.version("tensorflow")
     return ""
 

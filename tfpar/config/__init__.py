@@ -1,4 +1,4 @@
-"""The run as typed data: TOML in, frozen and checked models out; needs no TensorFlow."""
+"""A run as typed data: read from TOML, checked, frozen. Needs no TensorFlow."""
 
 from tfpar.config.data_section import Data, Feature
 from tfpar.config.run import NOT_SET, Run, changes, changes_weights, closest_key, dump, load, schema

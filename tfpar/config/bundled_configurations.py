@@ -1,4 +1,4 @@
-"""The configurations that come with tfpar, by name; no TensorFlow."""
+"""The configurations that come with tfpar, by name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tfpar.messages import received
 from tfpar.messages.received import quoted
 from tfpar.messages.suggestions import closest, did_you_mean
 
-# In a clone a link to configs/, in an installed package a folder.
+# A link to configs/ in a clone, a folder in an installed package.
 FOLDER = Path(__file__).parent.parent / "configs"
 
 
 def names() -> list[str]:
-    """Return the names of the configurations that come with tfpar, in alphabetical order.
+    """List the names of the configurations that come with tfpar.
 
     Example:
         >>> "digits" in names()
@@ -26,10 +26,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> str:
-    """Return the purpose of a configuration: the first sentence of its header.
-
-    Args:
-        name: One of `names()`.
+    """Return the purpose of a configuration that comes with tfpar, the first sentence of its header.
 
     Example:
         >>> describe("regression_small")
@@ -45,22 +42,22 @@ def find(name_or_path: str) -> Path:
     """Return the file of a configuration.
 
     Args:
-        name_or_path: A name such as "digits", or the path of a TOML file of one's own.
+        name_or_path: A name such as "digits", or the path of a TOML file.
 
     Raises:
-        FileNotFoundError: If there is neither.
+        FileNotFoundError: If there is no such file or configuration.
 
     Example:
         >>> find("digits").name
         'digits.toml'
     """
     path = Path(name_or_path)
-    if os.path.isfile(path):  # False also for a name that is too long for the system
+    if os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         return path
     if path.suffix == ".toml" or os.sep in name_or_path:
         near = None if os.path.exists(path) or _has_similar(path) else closest(path.stem, names())
         if near is None:
-            return path  # the reader checks whether it exists
+            return path  # the reader checks that it exists
         raise FileNotFoundError(
             f'The configuration file "{received.path(path)}" must exist, found nothing there: write {near} for the '
             "configuration of that name that comes with tfpar."
@@ -74,6 +71,6 @@ def find(name_or_path: str) -> Path:
 
 
 def _has_similar(path: Path) -> bool:
-    """Return whether a file next to a path has a similar name, which the reader suggests."""
+    """Return whether a file beside `path` has a similar name, which the reader suggests."""
     beside = [other.name for other in path.parent.glob("*.toml")]
     return path.stem not in names() and closest(path.name, beside) is not None

@@ -1,4 +1,4 @@
-"""The section `[data]` of a run: its fields, and the rules between them; needs no TensorFlow."""
+"""The section `[data]` of a run: its fields, and the rules between them."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ Pixels = Annotated[tuple[Count, ...], Field(min_length=2, max_length=2, strict=F
 
 
 class Feature(Section):
-    """One declared feature of a TFRecord example.
+    """A feature of a TFRecord example.
 
     >>> Feature(dtype="jpeg", shape=(224, 224, 3)).shape
     (224, 224, 3)
@@ -30,7 +30,7 @@ class Feature(Section):
 
 
 class Data(Section):
-    """Where the examples come from and what happens to them before they reach the model.
+    """The source of the examples, and their preprocessing.
 
     >>> Data(name="mnist", augmentation=("shift",)).source
     'tfds'
@@ -113,7 +113,7 @@ class Data(Section):
     )
 
 
-# A value that no one reads would be silently without effect.
+# Settings that a source does not read are refused, because they would silently have no effect.
 _FILES = ("tfrecord", "image_folder", "table")
 _READERS: dict[str, tuple[str, ...]] = {
     "name": ("tfds",),
@@ -137,13 +137,10 @@ _READERS: dict[str, tuple[str, ...]] = {
 
 
 def problems(data: Data) -> Iterator[str]:
-    """Return the problems of `data` with rules between its fields.
+    """Yield a sentence for each broken rule between fields: the keys with their values, the rule, the way out.
 
     Args:
-        data: The section, each field valid alone.
-
-    Returns:
-        One sentence a problem: the keys with their values, the rule, the way out.
+        data: The section, whose fields are each valid.
 
     >>> list(problems(Data(cache=True)))
     []
@@ -224,13 +221,13 @@ def _label_problems(data: Data) -> Iterator[str]:
     for key in ("class_names", "columns", "category_columns", "column_names"):
         names = getattr(data, key) or ()
         if len(set(names)) < len(names):
-            yield f"data.{key} = {toml.show(names)} names one of them twice: name each once."
+            yield f"data.{key} = {toml.show(names)} has a name twice: name each once."
     if data.class_names is not None and len(data.class_names) < 2:
         yield f"data.class_names = {toml.show(data.class_names)} must name at least 2 classes."
     categories = data.category_columns or ()
-    others = [name for name in categories if name not in (*(data.columns or categories), data.label_key)]
-    if others:
-        yield f"data.category_columns names {toml.show(others[0])}, which is not in data.columns: add it there."
+    missing = [name for name in categories if name not in (*(data.columns or categories), data.label_key)]
+    if missing:
+        yield f"data.category_columns names {toml.show(missing[0])}, which is not in data.columns: add it there."
     if data.label_key in categories and (data.class_names is not None or data.num_classes is not None):
         key = "num_classes" if data.class_names is None else "class_names"
         yield (
@@ -245,12 +242,12 @@ def _label_problems(data: Data) -> Iterator[str]:
 
 
 def _sharding_problems(data: Data) -> Iterator[str]:
-    stored_none = {"generated": ("file", "example"), "python": ("file",)}
-    if data.shard_by in stored_none.get(data.source, ()):
-        what = "examples" if data.source == "generated" else "files"
+    unsupported = {"generated": ("file", "example"), "python": ("file",)}
+    if data.shard_by in unsupported.get(data.source, ()):
+        units = "examples" if data.source == "generated" else "files"
         way_out = "leave it out" if data.source == "generated" else 'set "example", or leave it out'
         yield (
-            f'data.shard_by = "{data.shard_by}" needs stored {what}, but data.source = "{data.source}" has none: '
+            f'data.shard_by = "{data.shard_by}" needs stored {units}, but data.source = "{data.source}" has none: '
             f"{way_out}."
         )
     if data.num_shards is not None and (data.shard_by == "batch" or data.source == "generated"):

@@ -1,4 +1,4 @@
-"""The JSON schema of a pydantic model: made as TOML needs it, and searched for settings."""
+"""The JSON schema of a pydantic model for TOML files, and searches in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Node = Mapping[str, Any]
 
 
 class Schema(GenerateJsonSchema):
-    """JSON schema with the word "none" in place of None, as TOML has no null."""
+    """JSON schema with the word "none" in place of null, which TOML lacks."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         """Replace pydantic's `{"type": "null"}`."""
@@ -22,24 +22,24 @@ class Schema(GenerateJsonSchema):
 
 
 def settings(schema: Node) -> dict[str, Node]:
-    """Return every setting of a TOML file with its schema: `seed`, `training.epochs`.
+    """Return the schema of every setting of a TOML file, such as `seed` and `training.epochs`.
 
-    Where a section has several kinds, the settings of all kinds are returned.
+    If a section has several kinds, the settings of all kinds are returned.
 
     Args:
         schema: The schema of the whole file, made with `Schema`.
     """
-    found: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
     for name, node in schema["properties"].items():
         tables = list(tables_by_kind(node, schema).values()) or [resolve(node, schema)]
         for table in tables:
             inner = table.get("properties")
-            found |= {name: node} if inner is None else {f"{name}.{key}": one for key, one in inner.items()}
-    return found
+            nodes |= {name: node} if inner is None else {f"{name}.{key}": value for key, value in inner.items()}
+    return nodes
 
 
 def closest_key(name: str, schema: Node) -> str | None:
-    """Return the key of any section whose last part is nearest to `name`, with its section; None if none is near.
+    """Return the key whose last part is most similar to `name`, with its section; None if none is similar.
 
     Args:
         name: A word without a section, such as "lr".
@@ -53,12 +53,7 @@ def closest_key(name: str, schema: Node) -> str | None:
 
 
 def resolve(node: Node, schema: Node) -> Node:
-    """Return the definition that a node refers to, or the node itself.
-
-    Args:
-        node: Any part of the schema.
-        schema: The schema of the whole file.
-    """
+    """Return the definition that a node of the schema refers to, or the node itself."""
     if "$ref" not in node:
         return node
     definition: Node = schema["$defs"][node["$ref"].rpartition("/")[2]]
@@ -66,12 +61,7 @@ def resolve(node: Node, schema: Node) -> Node:
 
 
 def tables_by_kind(node: Node, schema: Node) -> dict[str, Node]:
-    """Return the tables of a discriminated union by their kind, in its order; nothing for any other node.
-
-    Args:
-        node: Any part of the schema.
-        schema: The schema of the whole file.
-    """
+    """Return the tables of a discriminated union by kind, in order; an empty dict for any other node."""
     mapping = node.get("discriminator", {}).get("mapping", {})
     by_path = {path: kind for kind, path in mapping.items()}  # pydantic sorts it by kind
     return {by_path[member["$ref"]]: resolve(member, schema) for member in node["oneOf"]} if by_path else {}

@@ -1,8 +1,8 @@
-"""The run as typed data: TOML in, frozen and checked models out; needs no TensorFlow.
+"""A run as typed data.
 
-One run is one `Run`. `load` reads it from a TOML file and `section.key=value` overrides, `dump` writes it back.
-Each section checks its own fields; `cross_field_problems` has every rule between fields. What cannot be honoured
-is refused here, before TensorFlow starts, with the path of the key, the received value and the allowed values.
+`load` reads a `Run` from a TOML file and `section.key=value` overrides, and `dump` writes it back. Each section checks
+its own fields; `cross_field_problems` checks the rules between fields. An invalid run is refused before TensorFlow
+starts, with the key, the received value and the allowed values.
 
 TOML has no null, so the word "none" unsets a key that may be unset: `data.validation_split = "none"`.
 """
@@ -30,10 +30,10 @@ NOT_SET = "not set"
 
 
 class Run(Section):
-    """One whole run; `Run()` is the default run.
+    """The complete configuration of a run; `Run()` is the default run.
 
     Raises:
-        pydantic.ValidationError: a `ValueError`; a field or a rule between fields is broken.
+        pydantic.ValidationError: A `ValueError`, if a field is invalid or breaks a rule between fields.
 
     >>> Run(training=Training(epochs=3)).data.name
     'digits'
@@ -59,16 +59,16 @@ class Run(Section):
         return self
 
     def options_as(self, model: type[Options]) -> Options:
-        """Return the section `[options]` as a pydantic model of the trainer's author, checked like all other sections.
+        """Return the section `[options]` as a pydantic model of a trainer class, checked like all other sections.
 
         Keys that the model does not declare are refused, unless its configuration sets `extra`. The word "none" unsets
         a field that may be None.
 
         Args:
-            model: The pydantic model of the options; most trainer classes have it in their attribute `Options`.
+            model: The pydantic model, by convention the attribute `Options` of the trainer class.
 
         Raises:
-            ValueError: keys or values are refused; one line for each problem.
+            ValueError: If keys or values are invalid; one line for each problem.
 
         >>> class Perceptron(BaseModel):
         ...     hidden: int = 32
@@ -92,18 +92,18 @@ class Run(Section):
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Run:
-    """Read a run from a TOML file and overrides, and check all of it.
+    """Read a run from a TOML file and overrides, and check it.
 
     Args:
-        path: the TOML file; None starts from the default run.
-        overrides: `section.key=value` each, the value as in TOML; a bare word is a string. The last one wins.
+        path: The TOML file; None starts from the default run.
+        overrides: Assignments `section.key=value` with TOML values; a bare word is a string. The last one wins.
 
     Returns:
-        The checked run; a key that is not given has its default.
+        The checked run. Keys that are not set have their defaults.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file or an override cannot be read, or keys or values are refused; one line for each problem.
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file or an override cannot be read, or keys or values are invalid; one line for each problem.
 
     >>> load(None, ["training.epochs=3", "model.name=linear"]).training.epochs
     3
@@ -119,13 +119,10 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Run:
 
 
 def dump(run: Run) -> str:
-    """Write every key of a run, also those at their default, as TOML that `load` reads back to the same run.
-
-    Args:
-        run: the run.
+    """Write a run as TOML with all keys, defaults included; `load` reads the same run back.
 
     Returns:
-        TOML text, ending in a newline; keys without a value have the word "none".
+        TOML text, ending in a newline; unset keys have the word "none".
 
     >>> "epochs = 3" in dump(Run(training=Training(epochs=3)))
     True
@@ -134,10 +131,10 @@ def dump(run: Run) -> str:
 
 
 def changes_weights(key: str) -> bool:
-    """Return whether another value of a key can train other weights; a run may resume with other values of the rest.
+    """Return whether changing a key can change the trained weights; other keys may change when a run resumes.
 
     Args:
-        key: With its section, such as "training.epochs".
+        key: Key with its section, such as "training.epochs".
 
     >>> changes_weights("training.keep_checkpoints"), changes_weights("optimizer.learning_rate")
     (False, True)
@@ -146,23 +143,19 @@ def changes_weights(key: str) -> bool:
 
 
 def changes(old: Run, new: Run) -> list[tuple[str, Any, Any]]:
-    """Return the keys in which two runs differ, each with both values; "not set" where a table lacks a key.
-
-    Args:
-        old: A run.
-        new: Another run.
+    """Return the keys in which two runs differ, with both values; "not set" if a table lacks the key.
 
     >>> changes(Run(), load(None, ["training.epochs=20"]))
     [('training.epochs', 10, 20)]
     """
     before, after = dict(_flat(_tables(old, new))), dict(_flat(_tables(new, old)))
     pairs = [(key, before.get(key, NOT_SET), after.get(key, NOT_SET)) for key in {**before, **after}]
-    # By its text, NaN equals itself.
-    return [(key, one, other) for key, one, other in pairs if one != other and repr(one) != repr(other)]
+    # NaN equals itself by its repr only.
+    return [(key, value, other) for key, value, other in pairs if value != other and repr(value) != repr(other)]
 
 
 def _tables(run: Run, other: Run) -> dict[str, Any]:
-    """Return a run as tables; of a strategy of another kind only the settings that differ from their defaults."""
+    """Return a run as tables; if the kinds of strategy differ, without the defaults of the strategy."""
     tables = run.model_dump()
     kind = run.strategy.kind
     if kind != other.strategy.kind:
@@ -179,7 +172,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of the TOML file of a run, for completion and checks in editors.
+    """Return the JSON schema of a run's TOML file, for completion and checks in editors.
 
     >>> schema()["$defs"]["Training"]["properties"]["epochs"]["minimum"]
     1
@@ -188,7 +181,7 @@ def schema() -> dict[str, Any]:
 
 
 def closest_key(name: str) -> str | None:
-    """Return the key of any section that `name` most likely means, with its section; None if none is near.
+    """Return the key that `name` most likely means, with its section; None if none is similar.
 
     >>> closest_key("lr")
     'optimizer.learning_rate'
@@ -197,13 +190,10 @@ def closest_key(name: str) -> str | None:
 
 
 def cross_field_problems(run: Run) -> list[str]:
-    """Return the problems of `run` with rules between fields.
+    """Return a sentence for each broken rule between fields: the keys with their values, the rule, the way out.
 
     Args:
-        run: sections that are each valid alone.
-
-    Returns:
-        One sentence a problem: the keys with their values, the rule, the way out.
+        run: A run whose sections are each valid.
 
     >>> cross_field_problems(Run())
     []
@@ -244,8 +234,9 @@ def _training_problems(run: Run) -> Iterator[str]:
                 f'callbacks.{key} = {toml.show(log)} is not measured with data.validation_split = "none": set a split, '
                 'or monitor "loss".'
             )
-    # Two places for one value would let one silently win.
-    homes = {"learning_rate": "optimizer.learning_rate", "use_ema": "training.ema_momentum"}
-    homes |= {key: f"training.{key}" for key in Training.model_fields}
-    for key in sorted(homes.keys() & run.optimizer.settings.keys()):
-        yield f"optimizer.settings.{key} = {toml.show(run.optimizer.settings[key])} has its own key: set {homes[key]}."
+    # With two places for one value, one would silently win.
+    own_keys = {"learning_rate": "optimizer.learning_rate", "use_ema": "training.ema_momentum"}
+    own_keys |= {key: f"training.{key}" for key in Training.model_fields}
+    for key in sorted(own_keys.keys() & run.optimizer.settings.keys()):
+        value = toml.show(run.optimizer.settings[key])
+        yield f"optimizer.settings.{key} = {value} has its own key: set {own_keys[key]}."

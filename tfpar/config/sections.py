@@ -1,4 +1,4 @@
-"""The sections of a run, each with its fields and their types and limits; needs no TensorFlow."""
+"""The sections of a run: their fields with types, limits and defaults."""
 
 from typing import Annotated, Literal, TypeVar
 
@@ -22,17 +22,17 @@ Limit = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(gt=0, lt=1)]
 
 
-A_WEEK_SECONDS = 7 * 24 * 3600  # the longest wait: in milliseconds it fits 32 bits, as TensorFlow takes it
+A_WEEK_SECONDS = 7 * 24 * 3600  # the longest wait: TensorFlow takes 32-bit milliseconds
 
-# Marks a field that changes no weight: a run may resume with another value of it.
+# Marks a field that does not change the weights, so that a run may resume with another value.
 # `training.epochs` has it because a longer run begins with the steps of a shorter one.
 CHANGES_NO_WEIGHT: dict[str, JsonValue] = {"changes_weights": False}
 
 
 class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """Base class of all sections: frozen, unknown keys refused, no conversion between types, finite numbers.
+    """Base class of all sections: frozen, strict types, finite numbers, no unknown keys.
 
-    Mappings inside (`data.features`, `optimizer.settings`) are plain dicts: read them, never change them.
+    Mappings inside (`data.features`, `optimizer.settings`) are plain dicts: do not modify them.
     """
 
 
@@ -61,7 +61,7 @@ class Model(Section):
 
 
 class Training(Section):
-    """The loop: how long, how large a step, in which precision, and how the gradient is treated.
+    """The training loop: its length, the batch size, the precision, and the treatment of gradients.
 
     >>> Training(epochs=3, global_batch_size=128).precision
     'float32'
@@ -105,7 +105,7 @@ class Training(Section):
 
 
 class Optimizer(Section):
-    """Any Keras optimizer by name and settings, with warm-up and linear scaling of its learning rate.
+    """A Keras optimizer by name and settings, with warm-up and linear scaling of its learning rate.
 
     Linear scaling and warm-up follow Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677), section 2.
 
@@ -121,7 +121,7 @@ class Optimizer(Section):
 
 
 class Callbacks(Section):
-    """What watches the run.
+    """The callbacks of a run: early stopping, learning rate, best model, TensorBoard, report.
 
     >>> Callbacks(early_stopping_patience=3).monitor
     'val_loss'
@@ -156,7 +156,7 @@ class Callbacks(Section):
     )
 
     def watched_logs(self) -> dict[str, str]:
-        """Return the logs that decide about improvement, by the settings that name them.
+        """Return the logs that decide about improvement, by the setting that names each.
 
         >>> Callbacks(save_best="val_accuracy").watched_logs()
         {'save_best': 'val_accuracy'}
@@ -166,7 +166,7 @@ class Callbacks(Section):
         return watched if self.save_best is None else {**watched, "save_best": self.save_best}
 
     def mode_of(self, log: str) -> str:
-        """Return the direction of a log: `monitor_mode` is that of `monitor` alone.
+        """Return the mode of a log: `monitor_mode` for `monitor`, "auto" for any other.
 
         >>> Callbacks(monitor_mode="min").mode_of("val_accuracy")
         'auto'

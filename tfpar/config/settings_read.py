@@ -1,7 +1,7 @@
-"""Which keys of a run are read: by the train command, or by its trainer class; needs no TensorFlow.
+"""Which keys of a run are read, by the train command or by the trainer class.
 
-A trainer class lists the sections or single keys that it reads, such as "model.l2", in its attribute `reads`. An unread
-key is refused if it is set, and left out of the recorded configuration.
+A trainer class lists the sections and keys that it reads, such as "model.l2", in its attribute `reads`. Setting another
+key is an error, and the recorded configuration leaves it out.
 """
 
 import functools
@@ -13,7 +13,7 @@ from tfpar.config.sections import Section
 from tfpar.messages import received
 from tfpar.messages.suggestions import closest
 
-# Read by the train command, whatever the trainer class is.
+# Read by the train command for any trainer class.
 COMMAND_READS = (
     *("trainer", "strategy", "callbacks", "optimizer.warmup_steps"),
     *("training.epochs", "training.steps_per_call", "training.validation_freq"),
@@ -24,43 +24,40 @@ SCALING = "optimizer.base_batch_size"
 
 
 def read_keys(reads: Collection[str]) -> frozenset[str]:
-    """Return the keys of a run that the train command or its trainer class reads.
+    """Return the keys, as `section.key`, that the train command or its trainer class reads.
 
     Args:
-        reads: Names of sections and keys.
-
-    Returns:
-        Keys as `section.key`.
+        reads: The sections and keys that the trainer class reads.
 
     Raises:
-        ValueError: A name that is no section and no key.
+        ValueError: If a name is neither a section nor a key.
 
     >>> "training.clipnorm" in read_keys(["training"]), "training.clipnorm" in read_keys([])
     (True, False)
     """
-    found: set[str] = set()
+    read: set[str] = set()
     keys = _keys()
     for name in (*COMMAND_READS, *reads):
-        of_name = [key for key in keys if key == name or key.startswith(f"{name}.")]
-        if not of_name:
+        matching = [key for key in keys if key == name or key.startswith(f"{name}.")]
+        if not matching:
             near = closest(name, [*config.Run.model_fields, *keys])
             raise ValueError(
                 f'A trainer\'s `reads` must name sections or keys of a run, received "{name}": '
                 + (f'did you mean "{near}"?' if near else "correct or remove it.")
             )
-        found.update(of_name)
-    if BATCH in found:  # the train command scales by the global batch
-        found.add(SCALING)
-    return frozenset(found)
+        read.update(matching)
+    if BATCH in read:  # the train command scales the learning rate by the global batch
+        read.add(SCALING)
+    return frozenset(read)
 
 
 def unread_problems(run: config.Run, reads: Collection[str], trainer: str) -> list[str]:
-    """Return a sentence for each unread key of `run` that differs from its default.
+    """Return a sentence for each key of `run` that is set but not read.
 
     Args:
         run: The run.
         reads: The sections and keys that its trainer class reads.
-        trainer: The import path of that class.
+        trainer: The import path of the trainer class.
 
     >>> run = config.load(None, ["model.l2=0.1"])
     >>> unread_problems(run, ["data", "model.l2"], "own.Trainer")
@@ -81,9 +78,9 @@ def dump_read(run: config.Run, reads: Collection[str], trainer: str) -> str:
     """Write a run as `tfpar.config.dump` does, without the unread keys; `load` reads the same run back.
 
     Args:
-        run: The run, without problems.
+        run: A run without `unread_problems`.
         reads: The sections and keys that its trainer class reads.
-        trainer: The import path of that class.
+        trainer: The import path of the trainer class.
     """
     read = read_keys(reads)
     tables = run.model_dump()
@@ -102,7 +99,7 @@ def _keys() -> tuple[str, ...]:
 
 
 def _values(run: config.Run) -> Iterator[tuple[str, object, object]]:
-    """Yield every key with its value and its default."""
+    """Yield every key with its value and default."""
     for name, field in type(run).model_fields.items():
         value = getattr(run, name)
         if isinstance(value, Section):
@@ -113,7 +110,7 @@ def _values(run: config.Run) -> Iterator[tuple[str, object, object]]:
 
 
 def _short(keys: Sequence[str]) -> Iterator[str]:
-    """Yield whole sections by their name, other keys as they are."""
+    """Abbreviate keys: the name of a section in place of all its keys."""
     sections = dict.fromkeys(key.partition(".")[0] for key in keys)
     for section in sections:
         own = [key for key in keys if key.partition(".")[0] == section]

@@ -1,6 +1,6 @@
-"""The section `[strategy]` of a run: one model for each kind of strategy, with the settings of that kind alone.
+"""The section `[strategy]` of a run: a pydantic model for each kind of strategy.
 
-A setting has the name, the type and the default of the argument of the strategy's constructor, which judges the value.
+A setting has the name, type and default of the constructor argument of the strategy, which checks the value.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from tfpar.config import toml
 from tfpar.config.sections import A_WEEK_SECONDS, CHANGES_NO_WEIGHT, Count, OrNone, Section, Text
 from tfpar.layout import Layout, ScheduleName
 
-# A larger number is a mistake, and the attempt would take all memory or days.
+# Larger numbers are mistakes, and trying them would take days or all memory.
 _DeviceCount = Annotated[int, Field(ge=1, le=4096)]
 _MicrobatchCount = Annotated[int, Field(ge=1, le=65536)]
 _Device = Annotated[str, Field(pattern=r"^(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0"])]
@@ -24,12 +24,12 @@ _LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
 _LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 _Axes = Annotated[tuple[OrNone[Literal["model"]], ...], Field(min_length=1, max_length=16, strict=False)]
 
-# Settings of several kinds.
+# Settings that several kinds have.
 _Layout = Annotated[
     OrNone[dict[Text, _Axes]],
     Field(
-        description='Rules for the weights to divide: regular expressions of their paths, each with "model" at the '
-        'divided axis and "none" at the others; none: all large layers.'
+        description='Rules for the weights to shard: regular expressions of their paths, each with "model" at the '
+        'sharded axis and "none" at the others; none: all large layers.'
     ),
 ]
 _Devices = Annotated[
@@ -54,14 +54,14 @@ _BatchDependentLayers = Annotated[
 _Shard = Annotated[
     OrNone[Literal["optimizer"]],
     Field(
-        description="Divide the optimizer's state over the replicas, in a job of several workers over the workers; "
+        description="Shard the optimizer's state over the replicas, in a job of several workers over the workers; "
         "none: each holds all of it."
     ),
 ]
 _ShardOfReplicas = Annotated[
     OrNone[Literal["optimizer", "weights"]],
     Field(
-        description="Divide the optimizer's state over the replicas, or the weights and gradients too; none: each "
+        description="Shard the optimizer's state over the replicas, or the weights and gradients too; none: each "
         "holds all of it."
     ),
 ]
@@ -73,7 +73,7 @@ _SilenceSeconds = Annotated[
     Field(ge=1, le=A_WEEK_SECONDS, description="With several workers: longest silence before one counts as lost."),
 ]
 
-# Every strategy trains one device's weights, so that a run may resume with another one; these settings alone differ.
+# Every strategy trains the weights of one device, so a run may resume with another one; only these settings differ.
 _CHANGE_WEIGHTS = ("compression", "sync", "every", "average_optimizer", "allow_batch_dependent_layers")
 
 
@@ -87,10 +87,10 @@ class _StrategySection(Section):
 
 
 class Auto(_StrategySection):
-    """The strategy that fits the process.
+    """The strategy that fits the devices.
 
-    That is multi_worker in a job of several workers, single_device on one device, and with several devices the first
-    row of the planner (`python -m tfpar.plan`).
+    It is multi_worker in a job of several workers, single_device on one device, and on several devices the first row
+    of the planner (`python -m tfpar.plan`).
 
     >>> Auto().kind
     'auto'
@@ -182,7 +182,7 @@ class Pipeline(_StrategySection):
     devices: _DevicesOfWorkers = None
     num_logical_cpus: _NumLogicalCPUs = 1
     recompute: bool = Field(False, description="Recompute activations in the backward pass instead of saving them.")
-    num_shards: _DeviceCount = Field(1, description="Number of devices of each stage, which divide its layers.")
+    num_shards: _DeviceCount = Field(1, description="Number of devices of each stage, which shard its layers.")
     layout: _Layout = None
     memory_limit_bytes: OrNone[Count] = Field(None, description="Memory of a device for weights and saved tensors.")
     allow_batch_dependent_layers: bool = Field(
@@ -213,21 +213,21 @@ class Hybrid(Pipeline):
 
     shard: _Shard = None
 
-    # The arguments of the strategy itself; the others are those of its pipeline.
+    # Arguments of the strategy itself; the others are those of its pipeline.
     OF_GRID: ClassVar[tuple[str, ...]] = (
         "num_replicas", "devices", "all_reduce", "shard", "form_seconds", "silence_seconds",
     )  # fmt: skip
 
 
 class TensorParallel(_StrategySection):
-    """Layers divided over several devices of this machine, or of each worker of a job.
+    """Layers sharded over several devices of this machine, or of each worker of a job.
 
     >>> TensorParallel(num_shards=2, layout={"dense.*kernel": ("none", "model")}).layout
     {'dense.*kernel': (None, 'model')}
     """
 
     kind: Literal["tensor_parallel"] = Field("tensor_parallel", description="How the model is trained.")
-    num_shards: Annotated[int, Field(ge=2, le=4096)] = Field(description="Number of devices that divide each layer.")
+    num_shards: Annotated[int, Field(ge=2, le=4096)] = Field(description="Number of devices that shard each layer.")
     layout: _Layout = None
     num_replicas: _DeviceCount = Field(
         1, description="Number of replicas in each process, each with a part of every global batch."
@@ -240,9 +240,9 @@ class TensorParallel(_StrategySection):
 
 
 def _of_kind(table: Any) -> Any:
-    """Return a table with its kind, and without the settings of other kinds that have their default.
+    """Add the default kind to a table, and drop settings of other kinds that have their default.
 
-    A file may list all settings of its kind, and a flag may change the kind alone.
+    So a flag may change only the kind of a file that lists all settings of its kind.
     """
     if not isinstance(table, dict):
         return table
@@ -271,7 +271,7 @@ Strategy = Annotated[
 
 
 def layout_of(strategy: Strategy) -> Layout:
-    """Return the layout that the settings name on one worker; one replica where they leave the devices open.
+    """Return the layout of the settings on one worker, with one replica if they leave the devices open.
 
     >>> layout_of(Mirrored(num_logical_cpus=2)).num_replicas
     2
@@ -285,7 +285,7 @@ def layout_of(strategy: Strategy) -> Layout:
     return Layout(**own)
 
 
-# Settings that are no part of a layout; of one kind alone the others depend on the devices.
+# Settings that do not depend on the layout.
 _KEPT = (
     "batch_dependent_layers", "allow_batch_dependent_layers", "pack_bytes", "memory_limit_bytes", "form_seconds",
     "silence_seconds",
@@ -293,14 +293,14 @@ _KEPT = (
 
 
 def with_layout(strategy: Strategy, layout: Mapping[str, Any]) -> Strategy:
-    """Return the section for another layout, with the settings of the present one that are no part of a layout.
+    """Return the section for another layout, keeping the settings that do not depend on the layout.
 
     Args:
-        strategy: The present section.
+        strategy: The current section.
         layout: The settings of the layout, with its kind.
 
     Raises:
-        pydantic.ValidationError: a `ValueError`; a setting of the layout is wrong.
+        pydantic.ValidationError: A `ValueError`, if a setting of the layout is invalid.
 
     >>> chosen = with_layout(Auto(batch_dependent_layers="gather"), {"kind": "mirrored", "num_logical_cpus": 2})
     >>> chosen.kind, chosen.batch_dependent_layers
@@ -313,7 +313,7 @@ def with_layout(strategy: Strategy, layout: Mapping[str, Any]) -> Strategy:
 
 
 def problems(strategy: Strategy) -> Iterator[str]:
-    """Yield a sentence for each setting that has no effect or no meaning with another.
+    """Yield a sentence for each setting that conflicts with another.
 
     >>> list(problems(Mirrored(num_logical_cpus=2)))
     []

@@ -1,5 +1,6 @@
-"""TOML to plain tables and back, with overrides; independent of the content of a run."""
+"""Read TOML into plain tables and write it back, with overrides and within bounds of depth, size and time."""
 
+import itertools
 import os
 import re
 import tomllib
@@ -9,37 +10,40 @@ from typing import Any
 
 import tomli_w
 
-from tfpar.config.toml_limits import MAX_BYTES, MAX_LEVELS, parse
 from tfpar.messages import received
 from tfpar.messages.received import excerpt
 from tfpar.messages.suggestions import closest
 
 Tables = dict[str, Any]
-# A part of a dotted key, in quotes or without, and the dot or equals sign after it.
+MAX_BYTES = 1 << 20  # of a configuration
+MAX_LEVELS = 32  # of nested tables and lists
+_INT64 = range(-(1 << 63), 1 << 63)  # the integers of TOML
+# Strings and comments, in which a dot separates no keys.
+_TEXTS = re.compile(
+    r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|\'{3}.*?(?:\'{3}|\Z)|"(?:\\.|[^"\\\n])*+"?|'[^'\n]*+'?|#[^\n]*+''',
+    re.DOTALL,
+)
+# Python 3.11 takes quadratic time in the parts of a dotted key, so they are counted first.
+_DEEP_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_LEVELS}}}", re.ASCII)
+# A part of a dotted key, quoted or not, and the dot or equals sign after it.
 _PART = re.compile(r"""\s*+("(?:[^"\\]|\\.)*+"|'[^']*+'|[^\s."'=][^.=]*+)\s*+([.=])""")
 show = received.toml
 
 
 def read(path: str | Path) -> Tables:
-    """Read a TOML file.
-
-    Args:
-        path: the file, in UTF-8.
-
-    Returns:
-        Its tables, as `tomllib` makes them.
+    """Read a TOML file in UTF-8.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not valid TOML; the sentence names the line.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not valid TOML; the message names the line.
     """
     path = Path(path)
     name = f'"{received.path(path)}"'
     if not os.path.isfile(path):
-        found = "a folder" if os.path.isdir(path) else "nothing there"
+        kind = "a folder" if os.path.isdir(path) else "nothing there"
         near = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
         way_out = f'did you mean "{path.with_name(near)}"?' if near else "check the path."
-        raise FileNotFoundError(f"The configuration file {name} must exist, found {found}: {way_out}")
+        raise FileNotFoundError(f"The configuration file {name} must exist, found {kind}: {way_out}")
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -57,17 +61,65 @@ def read(path: str | Path) -> Tables:
         raise ValueError(f"{name} {error}") from None
 
 
+def parse(text: str) -> dict[str, Any]:
+    """Parse TOML that may be hostile.
+
+    Returns:
+        Tables at most `MAX_LEVELS` deep, with 64-bit integers and strings without null characters.
+
+    Raises:
+        tomllib.TOMLDecodeError: If it is not valid TOML.
+        ValueError: If it exceeds these limits; the message is the end of a sentence.
+
+    >>> parse("x = " + "[" * 9999)
+    Traceback (most recent call last):
+    ValueError: must have tables and lists at most 32 levels deep, and it has deeper ones: flatten them.
+    """
+    too_deep = f"must have tables and lists at most {MAX_LEVELS} levels deep, and it has deeper ones: flatten them."
+    if _DEEP_KEY.search(_TEXTS.sub("text", text)):
+        raise ValueError(too_deep)
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's limit on the digits of an integer
+        raise ValueError("must have integers of 64 bits, and it has one of thousands of digits: shorten it.") from None
+    _check_limits(tables, too_deep)
+    return tables
+
+
+def _check_limits(tables: dict[str, Any], too_deep: str) -> None:
+    level: list[Any] = [tables]
+    for _ in range(MAX_LEVELS + 1):
+        if not level:
+            return
+        for value in level:
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(
+                    f"must have texts without null characters, and it has {received.toml(value)}: correct it."
+                )
+            if isinstance(value, int) and value not in _INT64:
+                raise ValueError(
+                    f"must have integers of 64 bits, and it has {received.toml(value)}: take a smaller one."
+                )
+        nested = [value for value in level if isinstance(value, dict | list)]
+        level = list(itertools.chain(*(value.values() if isinstance(value, dict) else value for value in nested)))
+    raise ValueError(too_deep)
+
+
 def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
-    """Set one value, given as `section.key=value`, or a whole section, as `section={key = value}`, in place.
+    """Set a value (`section.key=value`) or a whole section (`section={key = value}`) in place.
 
     Args:
         tables: The tables to change.
-        text: The assignment. A key with dots or equals signs has quotes, as in TOML. The value is read as TOML, or else
-            as a string, so that names and paths need no quotes.
-        sections: The names that contain keys and are not keys themselves.
+        text: The assignment. Quote keys that contain dots or equals signs, as in TOML. A value that is not TOML is a
+            string, so that names and paths need no quotes.
+        sections: The names of the sections, which cannot be set to a single value.
 
     Raises:
-        ValueError: there is no "=", no key or no value, or the key is a whole section and the value no table.
+        ValueError: If "=", the key or the value is missing, or a section is set to a value that is no table.
 
     >>> tables = {"model": {"name": "cnn"}}
     >>> override(tables, "model.name=linear", sections=["model"])
@@ -80,7 +132,7 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
     >>> tables
     {'model': {'width': 64, 'a.b': 1}}
     """
-    parts, key, value = _divided(text)
+    parts, key, value = _split_assignment(text)
     *parents, last = parts or [""]
     shown, name = excerpt(text), excerpt(key, received.COLUMNS // 2)
     if not all([*parents, last]):
@@ -106,19 +158,19 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
     table[last] = parsed
 
 
-def _divided(text: str) -> tuple[list[str], str, str]:
-    """Return the parts of the key of an assignment, the key as it is written, and the value; no parts without a key."""
+def _split_assignment(text: str) -> tuple[list[str], str, str]:
+    """Return the parts of the key (none if there is no key), the key as written, and the value."""
     parts, end = list[str](), 0
-    while found := _PART.match(text, end):
-        part, end = found[1], found.end()
+    while match := _PART.match(text, end):
+        part, end = match[1], match.end()
         parts.append(_unquoted(part) if part[0] in "\"'" else part.strip())
-        if found[2] == "=":
+        if match[2] == "=":
             return parts, text[: end - 1].strip(), text[end:].strip()
     return [], text, ""
 
 
 def _unquoted(part: str) -> str:
-    """Return a key without its quotes; empty if it is not valid TOML."""
+    """Return a key without its quotes; "" if it is not valid TOML."""
     try:
         return str(tomllib.loads(f"key = {part}")["key"])
     except tomllib.TOMLDecodeError:
@@ -140,8 +192,8 @@ def _value(shown: str, value: str) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text can be written as UTF-8: an argument of a command line may hold other bytes."""
-    return not any(0xD800 <= ord(one) <= 0xDFFF for one in text)
+    """Return whether a text can be encoded as UTF-8: arguments of a command line may hold other bytes."""
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
 
 
 def write(tables: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Pydantic's errors as sentences: the key, the received value, the allowed values, the way out.
+"""Convert pydantic's errors to sentences: the key, the received value, the allowed values, the way out.
 
-The words for allowed values come from the JSON schema, so that no sentence repeats a limit that may change.
+The allowed values are read from the JSON schema, so that no sentence repeats a limit that may change.
 """
 
 from __future__ import annotations
@@ -47,29 +47,26 @@ def sentences(error: ValidationError, tables: Tables, schema: Node) -> list[str]
         error: The error of `model_validate(tables)`.
         tables: The validated tables.
         schema: The JSON schema of the model, made with `Schema`.
-
-    Returns:
-        Sentences, each with the path of the key, the received value, the allowed values and the default.
     """
-    # One problem of a union gives an error for each of its members: the same sentence, kept once.
-    found: dict[str, None] = {}
+    # A problem of a union gives the same sentence for each member; it is kept once.
+    problems: dict[str, None] = {}
     details = error.errors(include_url=False, include_input=False)
     for index, detail in enumerate(details):
-        found |= dict.fromkeys(_lines(detail, tables, schema))
-        if len(found) >= MAX_PROBLEMS and index + 1 < len(details):
-            return [*list(found)[:MAX_PROBLEMS], "There are more problems: correct these first."]
-    return received.first_problems(list(found))
+        problems |= dict.fromkeys(_lines(detail, tables, schema))
+        if len(problems) >= MAX_PROBLEMS and index + 1 < len(details):
+            return [*list(problems)[:MAX_PROBLEMS], "There are more problems: correct these first."]
+    return received.first_problems(list(problems))
 
 
 @dataclasses.dataclass
 class _Place:
-    """A place in the tables, with the schema of it and of the table around it."""
+    """A place in the tables, with its schema and that of the enclosing table."""
 
     path: list[str]
     value: Any
     node: Node
     table: Node
-    kind_key: str | None = None  # of a table of several kinds: the key that names its kind, such as "strategy.kind"
+    kind_key: str | None = None  # in a table of several kinds, the key that selects one, such as "strategy.kind"
     kind: Any = None
     tables_by_kind: dict[str, Node] = dataclasses.field(default_factory=dict)
 
@@ -130,12 +127,12 @@ def _unknown_key(place: _Place, schema: Node) -> str:
 
 
 def _closest_key(path: Sequence[str], allowed: Node, schema: Node) -> str | None:
-    """Return the probable meaning of an unknown key: a key of its section, or else one of another section."""
+    """Return the key that an unknown key probably means, in its section or in another."""
     elsewhere = closest_key(path[-1], schema)
     if elsewhere is not None and elsewhere.rpartition(".")[2] == path[-1]:
         return elsewhere
     near = closest(path[-1], allowed.keys())
-    if near is None and len(path) > 1:  # a table of the section that takes any key, as optimizer.settings
+    if near is None and len(path) > 1:  # the section may have a table that takes any key, as optimizer.settings
         tables = (key for key, node in allowed.items() if _takes_any_key(node))
         near = next((f"{table}.{path[-1]}" for table in tables), None)
     return elsewhere if near is None else ".".join([*path[:-1], near])
@@ -147,13 +144,13 @@ def _takes_any_key(node: Node) -> bool:
 
 
 def _words(node: Node, schema: Node) -> list[str]:
-    """Return the strings that a part of the schema accepts, where it names them."""
+    """Return the strings that a node of the schema lists as allowed."""
     node = resolve(node, schema)
     return [word for member in node.get("anyOf", [node]) for word in member.get("enum", ()) if isinstance(word, str)]
 
 
 def _locate(loc: Sequence[str | int], tables: Tables, schema: Node) -> _Place:
-    """Follow pydantic's location as far as keys go: after them it names members of unions and items of lists."""
+    """Follow pydantic's location through keys, up to members of unions and items of lists."""
     place = _Place([], tables, schema, schema)
     for part in loc:
         if "discriminator" in place.node:
@@ -174,14 +171,14 @@ def _locate(loc: Sequence[str | int], tables: Tables, schema: Node) -> _Place:
 
 
 def _choose_kind(place: _Place, kind: str, schema: Node) -> None:
-    """Replace a table of several kinds by the table of one kind."""
+    """Replace a table of several kinds by that of one kind."""
     place.kind_key = f"{place.name}.{place.node['discriminator']['propertyName']}"
     place.kind, place.tables_by_kind = kind, tables_by_kind(place.node, schema)
     place.node = place.tables_by_kind.get(kind, {})
 
 
 def _place_of_kind(place: _Place, schema: Node) -> _Place:
-    """Return the place of the key that names the kind of a table."""
+    """Return the place of the key that selects the kind of a table."""
     key, default = place.node["discriminator"]["propertyName"], place.node.get("default", {})
     node: dict[str, Any] = {"enum": list(tables_by_kind(place.node, schema))}
     if key in default:
@@ -191,7 +188,7 @@ def _place_of_kind(place: _Place, schema: Node) -> _Place:
 
 
 def _allowed(node: Node, schema: Node) -> str:
-    """Return the values that a part of the schema accepts, in words."""
+    """Describe the values that a node of the schema accepts."""
     node = resolve(node, schema)
     if "discriminator" in node:
         return _TYPE_WORDS["object"]

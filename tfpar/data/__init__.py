@@ -1,4 +1,4 @@
-"""Data: settings or arrays in, plain `tf.data.Dataset`s of global batches out, with a position that can be replayed."""
+"""Convert settings or arrays to `tf.data.Dataset`s of global batches, with a position that can be replayed."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Digests of global batches, by which workers that each read all of them notice that they read in different orders."""
+"""Digests of global batches, to detect workers that read the same data in different orders."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from tfpar._compat import tf_datasets
 from tfpar.data.batching.batches import num_rows
 
 NUM_NUMBERS = 3
-_VALUES_PER_ROW = 32  # at most about twice as many of a tensor, from all of its columns
-_STEP, _NUM_WEIGHTS = 40_503, 65_521  # from one weight to the next, modulo a prime number
+_VALUES_PER_ROW = 32  # at most about twice as many, spread over all columns of a tensor
+_STEP, _NUM_WEIGHTS = 40_503, 65_521  # from one weight to the next, modulo a prime
 _HASH_BUCKETS = 1 << 20
 
 
 def batch_digest(dataset: tf.data.Dataset) -> Callable[[Any], tf.Tensor]:
-    """Return a function that computes the digest of a batch of a dataset, for use inside of `map`.
+    """Return a function, for `map`, that computes the digest of a batch of a dataset.
 
-    A digest is a float64 vector of three numbers: 1 if random numbers may reach all that is compared, else 0; the
-    number of rows; a sum of the compared values with weights by position. Processors of different models may round
-    the sum differently.
+    A digest is a float64 vector of three numbers: 1 if random operations may change all compared values, else 0; the
+    number of rows; a sum of the compared values, weighted by position. Different processors may round the sum
+    differently.
 
-    Compared are targets, sample weights and inputs that random numbers cannot reach. Inputs of Python code, which may
-    draw some, are compared only where there are no targets.
-
-    Args:
-        dataset: Global batches.
+    The digest covers targets, sample weights and inputs that no random operation can change. Inputs from Python code,
+    which may draw random numbers, count only if there are no targets.
 
     Example:
         >>> batches = tf.data.Dataset.from_tensors((tf.zeros([2, 3]), tf.constant([1, -1])))
@@ -36,29 +33,29 @@ def batch_digest(dataset: tf.data.Dataset) -> Callable[[Any], tf.Tensor]:
         [TensorShape([3])]
     """
     compared = _compared(dataset)
-    is_drawn = tf.constant(float(not compared), tf.float64)
+    is_random = tf.constant(float(not compared), tf.float64)
 
     def digest(batch: Any) -> tf.Tensor:
         leaves = tf.nest.flatten(batch)
         chosen = [leaves[number] for number in compared] or leaves
         tensors = [leaf for leaf in tf.nest.flatten(chosen, expand_composites=True) if leaf is not None]
         values = tf.concat([_sample(tensor) for tensor in tensors], 0)
-        return tf.stack([is_drawn, tf.cast(num_rows(batch), tf.float64), _weighted_sum(values)])
+        return tf.stack([is_random, tf.cast(num_rows(batch), tf.float64), _weighted_sum(values)])
 
     return digest
 
 
 def _compared(dataset: tf.data.Dataset) -> list[int]:
-    """Return the numbers of the leaves of a batch that random numbers cannot reach; none if they reach all."""
+    """Return the indices of the leaves of a batch that no random operation can change."""
     spec = dataset.element_spec
-    leaves, drawn = tf.nest.flatten(spec), iter(tf_datasets.drawn_components(dataset))
-    equal = {number for number, leaf in enumerate(leaves) if _is_tensor(leaf) and not next(drawn)}
-    numbers = tf.nest.pack_sequence_as(spec, [n if _is_tensor(leaf) else None for n, leaf in enumerate(leaves)])
-    inputs, *others = keras.utils.unpack_x_y_sample_weight(numbers)
-    targets = [number for number in tf.nest.flatten(others) if number is not None]
+    leaves, are_random = tf.nest.flatten(spec), iter(tf_datasets.random_components(dataset))
+    fixed = {index for index, leaf in enumerate(leaves) if _is_tensor(leaf) and not next(are_random)}
+    indices = tf.nest.pack_sequence_as(spec, [i if _is_tensor(leaf) else None for i, leaf in enumerate(leaves)])
+    inputs, *others = keras.utils.unpack_x_y_sample_weight(indices)
+    targets = [index for index in tf.nest.flatten(others) if index is not None]
     if targets and tf_datasets.calls_python(dataset):
-        equal -= set(tf.nest.flatten(inputs))
-    return sorted(equal)
+        fixed -= set(tf.nest.flatten(inputs))
+    return sorted(fixed)
 
 
 def _is_tensor(spec: Any) -> bool:
@@ -68,7 +65,7 @@ def _is_tensor(spec: Any) -> bool:
 def _sample(tensor: tf.Tensor) -> tf.Tensor:
     """Return some values of each row of a tensor, as a float32 vector."""
     values = tf.reshape(tensor, [-1])
-    step = (tensor.shape[1:].num_elements() or 1) // _VALUES_PER_ROW | 1  # odd: it meets other columns in the next row
+    step = (tensor.shape[1:].num_elements() or 1) // _VALUES_PER_ROW | 1  # odd, to take other columns in the next row
     if step > 1:
         values = values[::step]
     if values.dtype == tf.string:
@@ -77,7 +74,7 @@ def _sample(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _weighted_sum(values: tf.Tensor) -> tf.Tensor:
-    """Return a sum that changes with the order of values, in which none of them outweighs all others."""
+    """Return a sum that depends on the order of values, and in which no value dominates."""
     finite = tf.where(tf.math.is_finite(values), values, 0.0)
     logarithms = tf.math.log1p(tf.abs(finite + 0.7))  # 1 and -1 differ
     weights = 1 + tf.range(tf.size(values, tf.int64)) * _STEP % _NUM_WEIGHTS

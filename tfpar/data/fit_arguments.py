@@ -22,7 +22,7 @@ Batches: TypeAlias = tf.data.Dataset | Sharded | PythonBatches
 
 
 def is_dataset(x: Any) -> bool:
-    """Return whether `x` yields batches with targets and weights: a dataset, a generator, a DataLoader; no arrays."""
+    """Return whether `x` yields batches with their targets (a dataset, generator or DataLoader), unlike arrays."""
     return isinstance(x, tf.data.Dataset | Sharded | PythonBatches) or keras_data_adapters.is_python_source(x)
 
 
@@ -37,21 +37,21 @@ def as_dataset(
     seed: int = 0,
     class_weight: Mapping[int, float] | None = None,
 ) -> Batches:
-    """Return the data arguments of `keras.Model.fit` as global batches: datasets unchanged, arrays batched.
+    """Convert the data arguments of `keras.Model.fit` to global batches: datasets unchanged, arrays batched.
 
     Args:
         x: A `tf.data.Dataset` or `Sharded`; a `keras.utils.PyDataset`, a generator or a torch `DataLoader`; or arrays
             `[examples, ...]`, as for `from_arrays`.
-        y: Targets where `x` is arrays, else None.
-        sample_weight: Weights where `x` is arrays, else None.
-        batch_size: Global batch of arrays; None for 32, or for the size that gives `steps` batches, as in Keras.
-        steps: Steps per epoch, if the user set them.
-        shuffle: Whether arrays, and the batches of a PyDataset, have another order in every epoch.
-        seed: Fixes the order of arrays.
-        class_weight: Weight of each class's examples.
+        y: Targets if `x` is arrays, else None.
+        sample_weight: Sample weights if `x` is arrays, else None.
+        batch_size: Global batch size of arrays; None for 32, or, as in Keras, for `steps` batches.
+        steps: Steps per epoch, if set by the user.
+        shuffle: Whether to shuffle arrays, and the batches of a PyDataset, in every epoch.
+        seed: Seed of the order of arrays.
+        class_weight: Weight of the examples of each class.
 
     Raises:
-        ValueError: If targets or weights are given with a dataset, or the dataset is one of `tf.distribute`.
+        ValueError: If targets or weights are passed with a dataset, or the dataset is one of `tf.distribute`.
         TypeError: If `x` is neither a dataset nor arrays.
 
     >>> len(as_dataset(tf.zeros([5, 2]), tf.zeros([5]), batch_size=2))
@@ -64,7 +64,7 @@ def as_dataset(
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ValueError(
             "A strategy of tfpar distributes the batches itself, received a DistributedDataset of tf.distribute. "
-            "Pass the tf.data.Dataset that it was made of, batched to the global batch."
+            "Pass the tf.data.Dataset that it was made from, batched to the global batch."
         )
     if is_dataset(x) and (y is not None or sample_weight is not None):
         raise ValueError(
@@ -82,11 +82,11 @@ def as_dataset(
 
 
 def global_batches(batches: Batches) -> tf.data.Dataset:
-    """Return global batches of any kind as a dataset that one process reads.
+    """Return the result of `as_dataset` as a `tf.data.Dataset` for one process.
 
     Args:
-        batches: The result of `as_dataset`. Python code runs in each pass, without the hooks of an epoch; call
-            `PythonBatches.stop` after the last one.
+        batches: The batches. `PythonBatches` run in each pass without the hooks of an epoch; call their `stop` after
+            the last pass.
 
     >>> [batch.shape[0] for (batch,) in global_batches(as_dataset(tf.zeros([5, 2]), batch_size=2))]
     [2, 2, 1]
@@ -96,26 +96,26 @@ def global_batches(batches: Batches) -> tf.data.Dataset:
     return batches.dataset if isinstance(batches, PythonBatches) else batches
 
 
-def hold_out(given: tuple[Any, Any, Any], share: float) -> tuple[Any, Any]:
-    """Split the last rows of arrays off for validation, as `keras.Model.fit(validation_split=...)` does.
+def hold_out(arguments: tuple[Any, Any, Any], share: float) -> tuple[Any, Any]:
+    """Hold out the last rows of arrays for validation, as `keras.Model.fit(validation_split=...)` does.
 
     Args:
-        given: `(x, y, sample_weight)`, None where there is none.
-        share: Part of the rows to split off, above 0 and below 1.
+        arguments: `(x, y, sample_weight)`, with None for what is missing.
+        share: Fraction of the rows to hold out, above 0 and below 1.
 
     Returns:
-        The same structure twice: the rows to train on, and the rows held out.
+        The rows to train on and the rows held out, in the same structure.
 
     Raises:
-        ValueError: A dataset instead of arrays, or a share that leaves one side empty.
+        ValueError: If `x` is a dataset, or one side would be empty.
     """
-    if is_dataset(given[0]):
+    if is_dataset(arguments[0]):
         raise ValueError(
             "validation_split needs arrays, but x is a dataset: use take and skip on a tf.data.Dataset, or "
             "pass validation_data."
         )
-    return arrays.hold_out(given, share)
+    return arrays.hold_out(arguments, share)
 
 
-def _default_batch_size(given: Any, steps: int | None) -> int:
-    return math.ceil(arrays.num_rows(given) / steps) if steps else DEFAULT_BATCH_SIZE
+def _default_batch_size(arguments: Any, steps: int | None) -> int:
+    return math.ceil(arrays.num_rows(arguments) / steps) if steps else DEFAULT_BATCH_SIZE

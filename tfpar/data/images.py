@@ -13,7 +13,7 @@ STATISTICS_BATCH_SIZE = 256
 
 
 class Statistics(NamedTuple):
-    """Mean and standard deviation of each channel `[channels]`, over all examples and pixels."""
+    """Mean and standard deviation of each channel over all examples and pixels, `[channels]`."""
 
     mean: npt.NDArray[np.float32]
     deviation: npt.NDArray[np.float32]
@@ -23,13 +23,13 @@ def augment(images: tf.Tensor, seed: tf.Tensor, changes: Sequence[str]) -> tf.Te
     """Change each image of a batch at random.
 
     Args:
-        images: `[batch, height, width, channels]`; floats are taken to lie in [0, 1], integers to use their full range.
+        images: `[batch, height, width, channels]`, floats in [0, 1] or integers that use their full range.
         seed: Two integers `[2]`; the same seed gives the same changes.
-        changes: In this order: "flip" (left and right, every second image), "shift" (up to a tenth of height and
-            width, at least up to one pixel, filled with 0) and "brightness" (up to a fifth of the range, clipped).
+        changes: The changes to apply, in order: "flip" (left and right, half of the images), "shift" (up to a tenth of
+            height and width, at least one pixel, filled with 0), "brightness" (up to a fifth of the range, clipped).
 
     Returns:
-        Images of the same shape and type.
+        Images of the same shape and dtype.
 
     >>> augment(tf.zeros([2, 8, 8, 1], tf.uint8), tf.constant([0, 1]), ["flip"]).shape
     TensorShape([2, 8, 8, 1])
@@ -45,7 +45,7 @@ def _flip(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 
 def _shift(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Gather each row and column from its source; rows and columns from outside the image are 0."""
+    """Gather each row and column from its source; those from outside the image are 0."""
     _, height, width, _ = images.shape
     offsets = tf.random.stateless_uniform([tf.shape(images)[0], 2], seed, -1.0, 1.0)
     reach = tf.constant([max(1.0, MAX_SHIFT * size) for size in (height, width)])
@@ -75,7 +75,7 @@ _CHANGES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 
 
 def unit(inputs: tf.Tensor) -> tf.Tensor:
-    """Divide integers by the largest value of their type, to the range [0, 1]; return floats unchanged.
+    """Scale integers to [0, 1] by the largest value of their dtype; return floats unchanged.
 
     >>> float(unit(tf.constant(255, tf.uint8)))
     1.0
@@ -86,7 +86,7 @@ def unit(inputs: tf.Tensor) -> tf.Tensor:
 
 
 def standard(inputs: tf.Tensor, statistics: Statistics) -> tf.Tensor:
-    """Scale inputs `[batch, ..., channels]` to mean 0 and standard deviation 1 with the statistics.
+    """Scale inputs `[batch, ..., channels]` to mean 0 and standard deviation 1.
 
     >>> standard(tf.constant([[3.0]]), Statistics(np.float32([1]), np.float32([2]))).numpy().tolist()
     [[1.0]]
@@ -95,13 +95,13 @@ def standard(inputs: tf.Tensor, statistics: Statistics) -> tf.Tensor:
 
 
 def measure(inputs: tf.data.Dataset) -> Statistics:
-    """Read the dataset once and return mean and standard deviation of each channel, computed in float64.
+    """Read the dataset once and return the mean and standard deviation of each channel, computed in float64.
 
     Args:
         inputs: Single inputs `[..., channels]` of one static shape.
 
     Returns:
-        Float32 statistics; a constant channel gets deviation 1, so that it becomes 0 and not infinite.
+        Float32 statistics; a constant channel has deviation 1, so that `standard` maps it to 0.
 
     >>> measure(tf.data.Dataset.from_tensor_slices([[1.0], [3.0]])).deviation.tolist()
     [1.0]

@@ -2,9 +2,9 @@
 
     read -> cache -> shuffle -> decode -> augment hook -> batch -> augment -> check labels -> normalize -> prefetch
 
-Operations that are the same for every image, or cheaper on whole batches, come after `batch`. Single examples are
-decoded on all cores of this worker: without autotuning, AUTOTUNE is at most 16 calls (`parallel_map_dataset_op.cc` of
-TensorFlow 2.21), which is enough for whole batches.
+Operations that are cheaper on whole batches come after `batch`. Single examples are decoded with one parallel call per
+core of this worker. Without autotuning, AUTOTUNE means at most 16 calls (`parallel_map_dataset_op.cc` of TensorFlow
+2.21), which is enough for whole batches only.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tfpar.data.sources.split import Split
 Augment = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 Finish = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
-SEEDS = 3  # random streams of one input pipeline: order, augment hook, augmentation
+SEEDS = 3  # of one input pipeline: order, augment hook, augmentation
 
 
 def training(
@@ -34,16 +34,16 @@ def training(
     augment: Augment | None,
     finish: Finish,
 ) -> tf.data.Dataset | Sharded:
-    """Build the training batches under a sharding policy: a plain dataset for "batch", else shards.
+    """Build the training batches under a sharding policy: a plain dataset for "batch", else `Sharded`.
 
     Args:
         split: The training split.
         settings: Uses `shuffle_buffer`, `cache` and `augmentation`.
         policy: The sharding policy.
         global_batch_size: Examples in one batch over all workers.
-        seed: Fixes order and augmentation; shard s uses the seeds from `seed + 3 s` on.
-        augment: Changes single images, or None.
-        finish: The last map over batches.
+        seed: Seed of order and augmentation; shard s uses the seeds from `seed + 3 s` on.
+        augment: Function that changes single images, or None.
+        finish: Function that is mapped over batches last.
     """
     if policy.kind == "batch":
         batches = _examples(split, settings, settings.shuffle_buffer, seed, augment).batch(global_batch_size)
@@ -73,8 +73,8 @@ def ready(batches: tf.data.Dataset, finish: Finish) -> tf.data.Dataset:
 def _examples(
     split: Split, settings: config.Data, shuffle_buffer: int, seed: int, augment: Augment | None
 ) -> tf.data.Dataset:
-    # The cache holds decoded examples, to save the time of decoding; a shuffle buffer alone holds them as stored,
-    # which is smaller.
+    # The cache holds decoded examples, which saves time. Without it the shuffle buffer holds encoded examples, which
+    # saves memory.
     dataset = split.decoded().cache() if settings.cache else split.stored
     buffer_size = min(shuffle_buffer, split.num_examples or shuffle_buffer)
     if buffer_size:
@@ -94,7 +94,7 @@ def _augmented(batches: tf.data.Dataset, settings: config.Data, seed: int) -> tf
 def _map_with_seeds(
     dataset: tf.data.Dataset, change: Augment, seed: int, num_calls: int = tf.data.AUTOTUNE
 ) -> tf.data.Dataset:
-    """Change the inputs, each element with its own seed; each epoch draws new seeds, in a reproducible order."""
+    """Change the inputs of each element with a seed of its own; each epoch draws new seeds reproducibly."""
     seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
 
     def apply(element: tuple[tf.Tensor, tf.Tensor], seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -1,4 +1,4 @@
-"""The batches described by the data settings of a run: `load`, and its checks."""
+"""Load the batches that the data settings of a run describe, and check that settings and data fit together."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,25 +28,25 @@ _READERS = {
     "table": table.read,
     "python": python_function.read,
 }
-VALIDATION_SHARE = 10  # generated: one row of validation for each ten of training
+VALIDATION_SHARE = 10  # generated: one validation row for ten training rows
 MAX_VALIDATION_ROWS = 100_000
 
 
 class Loaded(NamedTuple):
-    """The data of a run: batches `(inputs, labels)` of the global batch size, and shapes and classes for a model."""
+    """The data of a run: batches `(inputs, labels)` of the global batch size, with shapes and classes for a model."""
 
-    train: tf.data.Dataset | Sharded  # Sharded with sharding by file or by example
+    train: tf.data.Dataset | Sharded  # Sharded if sharded by file or by example
     validation: tf.data.Dataset | None
-    num_train_examples: int | None  # None: unknown before the first epoch ends (TFRecord files carry no count)
+    num_train_examples: int | None  # None: unknown before the first epoch ends (TFRecord files have no count)
     num_classes: int | None  # None: regression, or text
     input_shape: tuple[int, ...]  # of one example; () for a table
-    sharding: str  # how the training examples are assigned to workers and why, in a sentence
-    class_names: tuple[str, ...] | None = None  # of labels 0, 1, ..., where classes have names
-    columns: tuple[split.Column, ...] | None = None  # of a table: inputs are then {name: [batch, 1]}, as stored
+    sharding: str  # how the training examples are assigned to workers, and why
+    class_names: tuple[str, ...] | None = None  # of labels 0, 1, ..., if classes have names
+    columns: tuple[split.Column, ...] | None = None  # of a table, whose inputs are {name: [batch, 1]}
 
 
 def describe(settings: config.Data) -> str:
-    """Return the origin of the examples in a few words.
+    """Describe the origin of the examples in a few words.
 
     >>> describe(config.Data(name="mnist"))
     'mnist'
@@ -66,24 +66,24 @@ def describe(settings: config.Data) -> str:
 def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: Augment | None = None) -> Loaded:
     """Load the training and validation batches that the settings describe.
 
-    Order and augmentation depend on `seed` alone (and on tf.data's global seed, `tf.random.set_seed`, if it is set), so
-    that `seek` can return to any position. Training data are shuffled and augmented, validation data are neither. With
-    `data.shard_by` "file" or "example" the training batches are `Sharded`; validation batches never are.
+    Only training data are shuffled and augmented. Order and augmentation depend only on `seed`, and on the global seed
+    (`tf.random.set_seed`) if it is set, so that `seek` can return to any position. The training batches are `Sharded`
+    if `data.shard_by` is "file" or "example".
 
     Args:
-        settings: The `data` section of a run.
+        settings: The section `data` of a run.
         global_batch_size: Examples in one batch over all replicas; the last batch of an epoch may be smaller.
-        seed: Fixes order, augmentation and generated rows.
-        augment: `(image, seed)` -> image of the same shape and type, for each training image before the settings'
-            own augmentation; `seed` is an int64 tensor `[2]` for `tf.image.stateless_*`.
+        seed: Seed of order, augmentation and generated rows.
+        augment: Function `(image, seed)` that returns an image of the same shape and dtype. It changes each training
+            image before the augmentation of the settings; `seed` is an int64 tensor `[2]` for `tf.image.stateless_*`.
 
     Returns:
-        The batches, with the shapes and classes for a model.
+        The batches, with shapes and classes for a model.
 
     Raises:
-        ValueError: Settings that do not fit the data, or data that cannot be used; the message says which.
-        FileNotFoundError: No such folder or files.
-        OSError: A folder that cannot be written, a dataset that cannot be downloaded (ConnectionError).
+        ValueError: If the settings do not fit the data, or the data cannot be used.
+        FileNotFoundError: If a folder or file is missing.
+        OSError: If a folder cannot be written, or a dataset cannot be downloaded (ConnectionError).
 
     >>> settings = config.Data(source="generated", num_examples=100, num_features=3)
     >>> load(settings, global_batch_size=32, seed=0).input_shape
@@ -134,7 +134,7 @@ def _read(settings: config.Data) -> tuple[split.Split, split.Split | None]:
 
 
 def _check_validation(train: split.Split, held_out: split.Split, first: tf.Tensor) -> None:
-    if train.columns is not None:  # which the reader has checked
+    if train.columns is not None:  # checked by the reader
         return
     shape = train.decoded().element_spec[0].shape
     if first.shape != shape:
@@ -145,7 +145,7 @@ def _check_validation(train: split.Split, held_out: split.Split, first: tf.Tenso
 
 
 def _finish(settings: config.Data, train: split.Split) -> Finish:
-    """Return the last map over batches: it checks labels and normalizes inputs."""
+    """Return the function that is mapped over batches last: it checks labels and normalizes inputs."""
     if (columns := train.columns) is not None:
         return lambda packed, labels: (table.unpacked(columns, packed), labels)
     normalize: Callable[[tf.Tensor], tf.Tensor] = tf.identity

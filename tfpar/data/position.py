@@ -4,11 +4,10 @@ import tensorflow as tf
 
 
 def seek(dataset: tf.data.Dataset, epoch: int, step: int) -> tf.data.Dataset:
-    """Move a newly built dataset to the position of an earlier run, and return the rest of that epoch.
+    """Move a new dataset to the position of an earlier run, and return the rest of that epoch.
 
-    A seeded `tf.data` pipeline draws the order of an epoch when the iterator of that epoch is created. So creating an
-    iterator without reading from it skips an epoch. `seek` creates `epoch` iterators and then skips `step` batches. The
-    skipped batches are read and discarded, which takes as long as reading them.
+    A seeded `tf.data` pipeline draws the order of an epoch when its iterator is created, so `seek` creates an iterator
+    for each epoch to skip and does not read from it. The first `step` batches of the last epoch are read and discarded.
 
     Use the returned dataset once, for the epoch of the position. Later epochs come from `dataset` itself:
 
@@ -16,8 +15,8 @@ def seek(dataset: tf.data.Dataset, epoch: int, step: int) -> tf.data.Dataset:
         for batch in rest: ...         # epoch 3 from batch 7 on
         for batch in dataset: ...      # epoch 4
 
-    A shuffle without a seed, or random numbers of Python in a generator, cannot be reproduced: then the batches after
-    the position differ from those of the earlier run.
+    A shuffle without a seed, or random numbers of Python in a generator, cannot be reproduced: the batches then differ
+    from those of the earlier run.
 
     Args:
         dataset: A dataset without any iterator yet, built exactly as in the earlier run.
@@ -28,7 +27,7 @@ def seek(dataset: tf.data.Dataset, epoch: int, step: int) -> tf.data.Dataset:
         The batches of epoch `epoch` from batch `step` on.
 
     Raises:
-        ValueError: A negative position.
+        ValueError: If the position is negative.
 
     >>> rest = seek(tf.data.Dataset.range(8).batch(2), epoch=1, step=3)
     >>> [batch.numpy().tolist() for batch in rest]

@@ -1,4 +1,4 @@
-"""Batches from Python code: a `keras.utils.PyDataset`, a generator, a torch `DataLoader`."""
+"""Batches from Python code: a `keras.utils.PyDataset`, a generator or a torch `DataLoader`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tfpar._compat import keras_data_adapters
 from tfpar.data.batching.batches import map_batches
 from tfpar.messages import user_warnings
 
-EMPTY = "A dataset must yield at least one batch, and this one is empty. Look at its source, filters and splits."
-# In Keras' words, which its users search for.
+EMPTY = "A dataset must yield at least one batch, but this one is empty. Check its source, filters and splits."
+# Keras' own words, which users search for.
 RAN_OUT = (
     "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at least "
     "`steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your dataset."
@@ -25,23 +25,23 @@ RAN_OUT = (
 
 
 class PythonBatches:
-    """Global batches from Python code, read as often and in the same order as by `keras.Model.fit`.
+    """Global batches from Python code, read in the same sequence of calls as by `keras.Model.fit`.
 
-    Two batches are read for their shapes, then `on_epoch_end` is called. After that every epoch consists of
-    `on_epoch_begin`, the batches and `on_epoch_end`. So a dataset that shuffles itself has the same order as in Keras.
+    Two batches are read for their shapes, then `on_epoch_end` is called. Every epoch then consists of `on_epoch_begin`,
+    the batches and `on_epoch_end`, so that a dataset that shuffles itself has the same order as in Keras.
 
         [0] [1] on_epoch_end │ on_epoch_begin [0] [1] [2] … on_epoch_end │ on_epoch_begin …
 
     Args:
         x: A PyDataset, a generator of tuples, a torch `DataLoader`, a grain dataset, or a data adapter of Keras.
-        y: Must be None: the batches contain the targets.
-        sample_weight: Must be None: the batches contain the weights.
+        y: Must be None, because the batches contain the targets.
+        sample_weight: Must be None, because the batches contain the weights.
         class_weight: Weight of each class; for a PyDataset only.
-        shuffle: Whether each pass over a PyDataset of known length has another order, the same as in Keras:
-            drawn from Python's `random` in Keras 3.15, seeded with the number of the epoch in Keras 3.16.
+        shuffle: Whether to shuffle a PyDataset of known length in each pass, in the same order as Keras: drawn from
+            Python's `random` in Keras 3.15, seeded with the epoch in Keras 3.16.
 
     Raises:
-        ValueError: Arguments that Keras refuses together, no batch, or batches without a batch axis.
+        ValueError: If Keras refuses the arguments, there is no batch, or a batch has no batch axis.
 
     >>> numbers = PythonBatches((np.full([2], number),) for number in range(3))
     >>> [batch.numpy().tolist() for (batch,) in numbers.dataset]
@@ -78,14 +78,14 @@ class PythonBatches:
         return self.dataset.element_spec
 
     def is_made_of(self, x: Any, class_weight: Mapping[int, float] | None, shuffle: bool) -> bool:
-        """Return whether the arguments are those of these batches, which can then be reused."""
+        """Return whether these batches were made from the same arguments, and can be reused."""
         return self._made_of[0] is x and self._made_of[1:] == (class_weight, shuffle)
 
     def start(self, broadcast: Callable[[bytes], bytes]) -> None:
-        """Call the hooks that Keras calls before the first epoch, and share the chief's random state.
+        """Call the hooks that Keras calls before the first epoch.
 
         Args:
-            broadcast: Sends the chief's message to every worker, so that all shuffle in the chief's order.
+            broadcast: Sends the chief's random state to every worker, so that all shuffle in the same order.
         """
         keras_data_adapters.begin_training(self._adapter)
         if self._shuffles:
@@ -103,20 +103,16 @@ class PythonBatches:
         keras_data_adapters.count_epoch(self._adapter)
 
     def begin_pass(self, again: bool) -> None:
-        """Prepare a pass over the batches; warn if a generator is exhausted.
-
-        Args:
-            again: Whether the batches were read before.
-        """
+        """Prepare a pass over the batches; warn if a generator is read again."""
         self.stop()
         if again and self._once:
             user_warnings.warn(RAN_OUT)
 
     def skip_pass(self, epochs: int) -> None:
-        """Advance the random state by one pass without reading its batches, to keep the order of the next pass.
+        """Advance the random state by one pass without reading batches, so that the next pass has its own order.
 
         Args:
-            epochs: Number of epochs that begin in a pass.
+            epochs: Number of epochs that begin in the pass.
         """
         for epoch in range(epochs):
             self.begin_epoch()
@@ -125,11 +121,7 @@ class PythonBatches:
             self.end_epoch()
 
     def resume(self, batches: int) -> None:
-        """Warn that a generator cannot return to a position.
-
-        Args:
-            batches: Batches that are read and skipped.
-        """
+        """Warn that a generator cannot return to a position, so that `batches` batches are read and skipped."""
         if self._once:
             user_warnings.warn(
                 f"A generator cannot return to a position: its first {batches} batches are read and skipped. Pass a "
@@ -142,16 +134,12 @@ class PythonBatches:
 
     @property
     def _source(self) -> Any:
-        # The adapter of a PyDataset would also stop its workers in the middle of a pass of several epochs.
+        # The adapter of a PyDataset would also stop its workers during a pass of several epochs.
         return getattr(self._adapter, "py_dataset", self._adapter)
 
 
 class _Packing:
-    """Converts batches to flat tuples without None, which `tf.data.Dataset.from_generator` accepts, and back.
-
-    Args:
-        batches: The first batches.
-    """
+    """Converts batches to flat tuples without None, which `tf.data.Dataset.from_generator` accepts, and back."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._structure = keras.tree.lists_to_tuples(batches[0])
@@ -171,13 +159,13 @@ class _Packing:
         if [leaf is not None for leaf in leaves] != self._present:
             raise ValueError(
                 "Every batch must have the same structure, with None in the same places. The first is "
-                f"{_shapes(self._structure)}, and a later one is {_shapes(batch)}."
+                f"{_shapes(self._structure)}, but a later one is {_shapes(batch)}."
             )
         leaves = [leaf for leaf in leaves if leaf is not None]
         if any(len(getattr(leaf, "shape", np.shape(leaf))) == 0 for leaf in leaves):
             raise ValueError(
-                f"Every array of a batch must have a first axis over its examples, and a batch is {_shapes(batch)}. "
-                "Yield whole batches: of the global batch size, not single examples."
+                f"Every array of a batch must have a first axis over its examples, but a batch is {_shapes(batch)}. "
+                "Yield whole batches of the global batch size, not single examples."
             )
         return tuple(map(keras_data_adapters.to_tensorflow, leaves))
 

@@ -1,6 +1,6 @@
-"""The sharding of the training examples: the one that is set, or the one that `auto` selects, with the reason.
+"""The sharding of the training examples, as set or as selected by "auto", with the reason.
 
-It does not depend on the number of workers: the batches must be the same for any number of them.
+It does not depend on the number of workers, so that the batches are the same for any number.
 """
 
 from typing import Literal, NamedTuple
@@ -11,14 +11,14 @@ from tfpar import config
 from tfpar.data.sharding.sharded import NUM_SHARDS, default_num_shards
 from tfpar.data.sources.split import Split
 
-# From about this size on, decoding an image takes some 100 microseconds, several times the time of reading it.
+# From about this size on, decoding takes some 100 microseconds, several times as long as reading.
 COSTLY_PIXELS = 128 * 128
 
 ALL_READ = "every worker reads all examples and takes its local batch of each global batch"
 
 
 class ShardingPolicy(NamedTuple):
-    """The kind of sharding, the number of shards (1 for "batch"), and a sentence for the user."""
+    """The kind of sharding, the number of shards (1 for "batch"), and an explanation for the user."""
 
     kind: Literal["file", "example", "batch"]
     num_shards: int
@@ -28,19 +28,16 @@ class ShardingPolicy(NamedTuple):
 def sharding_policy(settings: config.Data, split: Split, global_batch_size: int) -> ShardingPolicy:
     """Return the sharding policy of a training split.
 
-    `auto` selects "batch", which is always possible, unless images of at least 128 x 128 pixels must be decoded. Then
-    it selects "file" if all shards can have equally many files, else "example".
+    "auto" selects "batch", which is always possible, unless images of at least 128 x 128 pixels must be decoded. For
+    these it selects "file" if all shards can have equally many files, else "example".
 
     Args:
         settings: Uses `shard_by` and `num_shards`.
         split: The training split.
         global_batch_size: Examples in one batch over all workers.
 
-    Returns:
-        The policy; its number of shards divides the global batch.
-
     Raises:
-        ValueError: Shards that do not divide the global batch, or more shards than files.
+        ValueError: If the shards do not divide the global batch, or there are more shards than files.
     """
     num_shards = settings.num_shards or default_num_shards(global_batch_size)
     if settings.shard_by == "batch":

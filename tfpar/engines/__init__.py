@@ -1,1 +1,1 @@
-"""Engines: how a step runs, on one device, on replicas, or in stages and shards."""
+"""Engines, which run the steps: on one device, on replicas, or in stages and shards."""

@@ -1,4 +1,4 @@
-"""How a step runs: the scope of a model, the distribution of data, the steps, and the state in memory."""
+"""The interface of engines: scope of a model, distribution of data, steps, and state in memory."""
 
 from __future__ import annotations
 
@@ -32,55 +32,62 @@ if TYPE_CHECKING:
 
 
 class Scheduled(Protocol):
-    """What measures a step that follows a schedule of actions; see `tfpar.Pipeline`."""
+    """An engine whose steps follow a schedule of actions, such as that of `tfpar.Pipeline`."""
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Measure when each action of a step runs."""
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step."""
+        """Predict the time of a step from measurements of its stages."""
 
 
 class Engine(abc.ABC):
-    """Run the steps of a model on some devices.
+    """Base class of engines, which run the steps of a model on some devices.
 
-    An engine supplies the scope of the model, the distribution of datasets, and the train, evaluate and predict steps,
-    traced in a `tf.function` with the `step_batch` of an element; the trainer supplies the loops around them.
+    An engine supplies the scope of the model, the distribution of datasets, and the train, evaluate and predict steps.
+    Steps are traced in a `tf.function` with the `step_batch` of an element; the trainer supplies the loops around them.
+
+    Attributes:
+        home: The `tf.distribute` strategy of the weights; None for one device and for stages.
+        devices: The devices of the steps.
+        num_replicas: Number of replicas, on all workers together; for `Hybrid`, those of this worker.
+        steps_multiple: Calls of the inner loop have a multiple of this number of steps.
+        seconds_per_call: Target duration of a call of the inner loop.
+        chooses_xla: Whether `jit_compile="auto"` may choose XLA.
+        divides_state: Whether each worker holds only a shard of the optimizer state (see `whole_state`).
+        cuts_model: Whether the model is cut into stages, each with its own forward and backward pass.
+        step_again: `(model, kind, element)` repeats a failed step to find its error; None where TensorFlow reports it.
     """
 
-    # The tf.distribute strategy of the weights; None for one device and for pipelines.
     home: tf.distribute.Strategy | None = None
     devices: Sequence[Any]
     num_replicas: int
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
-    compiles_with_xla: bool = True
-    # Whether jit_compile="auto" may mean XLA, which then compiles steps or passes as a whole.
     chooses_xla: bool = False
     # Whether it runs a model's own train_step, test_step and predict_step.
     runs_own_steps: bool = False
     # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
     divides_state: bool = False
-    cuts_model: bool = False  # into stages, each with its own forward and backward pass
-    # Runs a failed step on an element again to find its error; None where TensorFlow reports it.
+    cuts_model: bool = False
     step_again: Callable[[keras.Model, str, Any], None] | None = None
 
     @functools.cached_property
     def job(self) -> Job:
-        """The workers that train the model, of which this process is one."""
+        """The workers that train the model together, including this process."""
         return Job()
 
     @abc.abstractmethod
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model and its optimizer are created."""
+        """Return a context in which to create the model and its optimizer."""
 
     @property
     def device_names(self) -> list[str]:
-        """The devices of this process that hold the model."""
+        """Readable names of `devices`."""
         return [str(device) for device in self.devices]
 
     def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
-        """Return a preview of a step, with a title: a row for each device of this worker."""
+        """Return a preview of a step, with a row per device of this worker."""
         num_local_replicas = max(1, self.num_replicas // self.job.num_workers)
         gradient_bytes = sum(map(num_bytes, model.trainable_variables))
         weight_bytes = sum(map(num_bytes, model.variables)) + gradient_bytes
@@ -97,16 +104,11 @@ class Engine(abc.ABC):
         return Preview(replicas_table(title, rows, self.num_replicas), rows)
 
     def _slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
-        """Return the variables of the optimizer that a device of this process holds.
-
-        Args:
-            model: A built and compiled model.
-            device: The number of the device.
-        """
+        """Return the optimizer variables in the memory of a device, by its index in this process."""
         return list(model.optimizer.variables)
 
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which optimizers create their slots, within the scope.
+        """Return a context, within the creation scope, in which optimizers create their slots.
 
         Args:
             model: A compiled model with built layers.
@@ -114,42 +116,47 @@ class Engine(abc.ABC):
         return contextlib.nullcontext()
 
     def whole_state(self, model: keras.Model, folder: Path | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the chief reads all of the optimizer's state; all workers must enter it."""
-        return contextlib.nullcontext()  # it has all of it
+        """Return a context in which the chief reads all of the optimizer state; all workers must enter it.
+
+        Args:
+            model: A model with a built optimizer.
+            folder: Folder of the chief for a temporary file with the gathered state; None for that of the system.
+        """
+        return contextlib.nullcontext()  # every worker has all of the state
 
     @property
     def scheduled(self) -> Scheduled | None:
-        """What measures the schedule of a step; None where a step has none."""
+        """The measurements of a scheduled step; None if the steps follow no schedule."""
         return None
 
     @property
     def step_device(self) -> str | None:
-        """The device of the operations of a step that request none; None for the host."""
+        """Device of the operations of a step that request none; None for the host."""
         return None
 
     @property
     def batch_parts(self) -> tuple[int, str]:
-        """The number of parts of a global batch, and the noun for what computes or contains one."""
+        """Number of parts that compute a global batch, and their noun: "replica" or "micro-batch"."""
         return self.num_replicas, "replica"
 
     @abc.abstractmethod
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
-        """Return a dataset of elements for the steps from global batches or shards."""
+        """Distribute a dataset of global batches or of shards to the steps."""
 
     def _holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is allocated on the devices of this strategy."""
-        return keras_variables.home_of(variable) is self.home and not sharded_memory.is_divided(variable)
+        """Return True if a variable is allocated on the devices of this engine."""
+        return keras_variables.home_of(variable) is self.home and not sharded_memory.is_sharded(variable)
 
     def move_model(self, model: keras.Model) -> None:
-        """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.
+        """Move all state of a model to this engine: weights, optimizer, metrics and random state.
 
         A model that was built or compiled elsewhere then trains here with its current state, in the same Keras objects.
 
         Args:
-            model: Any model, built and compiled as far as it may be.
+            model: A model, which need not be built or compiled.
 
         Raises:
-            ValueError: If the model has variables that are no Keras variables.
+            ValueError: If the model has variables that are not Keras variables.
         """
         away = [variable for variable in keras_variables.state(model) if not self._holds(variable)]
         if {id(variable) for variable in away} & {id(weight) for weight in model.variables}:
@@ -160,11 +167,11 @@ class Engine(abc.ABC):
             keras_variables.move_trainer(model, self.home)
 
     def _move(self, variable: keras.Variable) -> None:
-        # Read before the scope begins: in a scope, TensorFlow refuses to read variables of another strategy.
+        # Read outside of the scope, in which TensorFlow refuses to read variables of another strategy.
         value = tf.convert_to_tensor(variable.value) if keras_variables.is_allocated(variable) else None
         with self.creation_scope():
             keras_variables.re_create(variable, value)
-        if tf_distribute.is_summed_on_read(variable) and value is not None:  # each replica has all of the new value
+        if tf_distribute.is_summed_on_read(variable) and value is not None:  # each replica holds the whole sum
             self.assign(variable, value)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
@@ -172,8 +179,8 @@ class Engine(abc.ABC):
 
         Args:
             model: A compiled model.
-            batch: The first global batch, `(inputs, targets, sample_weight)` as far as given.
-            training: Whether train steps follow; otherwise evaluate or predict steps.
+            batch: The first global batch, `(inputs, targets, sample_weight)`; the last two are optional.
+            training: Whether train steps follow, rather than evaluate or predict steps.
 
         Raises:
             ValueError: If the weights do not fit.
@@ -181,73 +188,70 @@ class Engine(abc.ABC):
         return  # the scope places them
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Find out before the first step of a kind how parts of a batch give the whole, or refuse the model.
+        """Study how results for parts of a batch combine into those of the whole batch, before the first step.
 
         Args:
-            model: A built model; for "train" and "evaluate" a compiled one.
-            batch: The first batch, `(inputs, targets, sample_weight)` as far as given.
-            kind: "train", "evaluate" or "predict": what the next steps do.
+            model: A built model; compiled if `kind` is "train" or "evaluate".
+            batch: The first batch, `(inputs, targets, sample_weight)`; the last two are optional.
+            kind: Kind of the next steps: "train", "evaluate" or "predict".
 
         Raises:
-            ValueError: If the parts of a batch cannot give the whole; the message names the reason.
+            ValueError: If the results for the whole batch cannot be computed in parts; the message gives the reason.
         """
         return  # one device computes the whole batch
 
     def verdict(self, model: keras.Model) -> Verdict | None:
-        """Return what the study of a model found for training; None where one device computes the whole batch.
-
-        Args:
-            model: A model after `study`.
-        """
+        """Return the verdict of the study for train steps; None if one device computes the whole batch."""
         return None
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for calls of the compiled loop of train or evaluate steps."""
+        """Return a context for calls of the compiled loop of train or evaluate steps."""
         return contextlib.nullcontext()
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the batch of a train or evaluate step, with the devices that read it; traced ahead of the step.
+        """Return the batch of a train or evaluate step and the devices that read it; traced ahead of the step.
 
         Args:
-            model: A model after `study`.
+            model: A model that has been studied.
             element: An element of the distributed dataset.
         """
         return StepBatch(element, [HOST] * len(tf.nest.flatten(element)))
 
     @abc.abstractmethod
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on a batch of `step_batch`; return the loss, a scalar."""
+        """Run one train step on the batch of a `step_batch`; return the loss, a scalar."""
 
     @abc.abstractmethod
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Update the model's metrics from a batch of `step_batch`; return the loss, a scalar."""
+        """Update the metrics with the batch of a `step_batch`; return the loss, a scalar."""
 
     @abc.abstractmethod
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
-        """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
-
-    @abc.abstractmethod
-    def end_call(self, model: keras.Model) -> None:
-        """Complete a call of several train steps; traced after them, before the metrics are read."""
+        """Return the outputs, `[batch, ...]` each, for an element of the distributed dataset."""
 
     @abc.abstractmethod
     def finalize_weights(self, model: keras.Model) -> None:
-        """Overwrite the weights with their moving average, if the optimizer has one, after training."""
+        """Overwrite the weights with their moving average after training, if the optimizer keeps one."""
 
-    def metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
-        """Return the logs of steps of a kind over the examples of all workers: metric results and other entries."""
+    def logs(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        """Return the logs of a call of steps over the examples of all workers; traced after the steps.
+
+        Args:
+            model: A compiled model.
+            kind: "train" or "evaluate"; some engines average states after train steps here.
+        """
         return metric_logs.results(model, kind)
 
-    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
-        """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this.
+    def replica_metrics(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+        """Return the metric states of each replica, `[replicas, ...]`, by variable; all workers must call this.
 
-        A checkpoint contains them next to their sums, so that a resumed run adds in the order of an uninterrupted one.
+        A checkpoint stores them beside their sums, so that a resumed run adds numbers in the same order.
         """
-        return []  # one copy has all of the state
+        return []  # the only copy is stored as the sum
 
-    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
-        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
-        return  # one copy has the sum, which is restored already
+    def assign_replicas(self, variable: keras.Variable, parts: np.ndarray) -> None:
+        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is unchanged."""
+        return  # the only copy is restored from the sum
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Set a variable so that it reads as `value`."""

@@ -1,4 +1,4 @@
-"""Checks of a model before the first step, and the creation of its variables from the first batch."""
+"""Checks of a model and its data before the first step, and the build of the model with the first batch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ _STEPS = {
 
 
 def check_model(model: Any) -> None:
-    """Refuse the result of a model function that is not a Keras model.
-
-    Raises:
-        TypeError: If it is not a `keras.Model`.
-    """
+    """Raise TypeError unless a model function has returned a `keras.Model`."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"The model function must return a compiled keras.Model, received {type(model).__name__}. "
@@ -49,7 +45,7 @@ def check_steps(model: keras.Model, method: str, *, runs_own_steps: bool) -> Non
         runs_own_steps: Whether the engine runs the steps of models.
 
     Raises:
-        ValueError: If it overrides what Keras runs in one of these methods.
+        ValueError: If the model overrides a step of one of the methods.
     """
     replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
     for step, of_method in _STEPS.items():
@@ -69,14 +65,14 @@ def check_steps(model: keras.Model, method: str, *, runs_own_steps: bool) -> Non
 
 
 def check_loop(model: keras.Model, method: str) -> None:
-    """Refuse to train or evaluate without a model's own method for it; `predict` returns the outputs in any case.
+    """Refuse a model that overrides `fit` or `evaluate`, which a trainer would not call.
 
     Args:
         model: Any model.
         method: "fit" or "evaluate".
 
     Raises:
-        ValueError: If its class overrides the method.
+        ValueError: If the model's class overrides the method.
     """
     if not keras_model.replaces_loop(model, method):
         return
@@ -92,7 +88,7 @@ def check_loop(model: keras.Model, method: str) -> None:
 
 
 def check_compiled(model: keras.Model, method: str) -> None:
-    """Refuse to train or evaluate a model that is not compiled; `predict` needs no compilation, as in Keras.
+    """Refuse to train or evaluate a model that is not compiled; as in Keras, `predict` needs no `compile`.
 
     Args:
         model: Any model.
@@ -113,37 +109,34 @@ def check_compiled(model: keras.Model, method: str) -> None:
 
 
 def check_gradients(model: keras.Model, strategy: str) -> None:
-    """Refuse weights that are overwritten by their gradients where a gradient is a sum of parts.
+    """Refuse weights that are overwritten by their gradients, for a strategy that sums gradients of parts of a batch.
 
-    Keras' float8 layers return the new scale of a tensor, a maximum over the batch, as the gradient of the old one; the
-    sum over parts of the batch means nothing.
+    Keras' float8 layers return the new scale of a tensor, a maximum over the batch, as the gradient of the old scale.
 
     Args:
         model: A built model.
-        strategy: The description of a strategy that computes gradients in parts.
+        strategy: Description of the strategy.
 
     Raises:
         ValueError: If the model has such a weight.
     """
-    found = next((one for one in model.trainable_variables if one.overwrite_with_gradient), None)
-    if found is not None:
+    overwritten = next((weight for weight in model.trainable_variables if weight.overwrite_with_gradient), None)
+    if overwritten is not None:
         raise ValueError(
-            f"The gradient of a weight must be a sum over the examples, and that of {found.path!r} is its new value "
-            f"for the batch, as in float8 training. {strategy} computes gradients in parts. Train on SingleDevice() or "
-            "TensorParallel, or without quantize('float8')."
+            f"The gradient of a weight must be a sum over the examples, and that of {overwritten.path!r} is its new "
+            f"value for the batch, as in float8 training. {strategy} computes gradients in parts. Train on "
+            "SingleDevice() or TensorParallel, or without quantize('float8')."
         )
 
 
 def check_trained(model: keras.Model) -> None:
-    """Refuse a model that chooses the weights of its training step by a property.
-
-    A strategy, and the stages of a pipeline, know trained weights by their own `trainable`.
+    """Refuse a model that selects its trained weights by a property, as strategies select them by `trainable`.
 
     Args:
         model: A built model.
 
     Raises:
-        ValueError: If its class overrides `trainable_weights` or `trainable_variables` to name other weights.
+        ValueError: If the class overrides `trainable_weights` or `trainable_variables` to return other weights.
     """
     if objective.objectives_of(model) or overrides(model, "train"):
         return
@@ -160,7 +153,7 @@ def check_trained(model: keras.Model) -> None:
 
 
 def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
-    """Refuse to move a model with plain `tf.Variable` objects into a strategy.
+    """Refuse to move a model with plain `tf.Variable` objects to another strategy.
 
     Args:
         model: Any model.
@@ -178,10 +171,10 @@ def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> 
 
 
 def check_inputs(model: keras.Model, inputs: Any) -> None:
-    """Refuse inputs that do not have the declared shapes of a functional model.
+    """Refuse inputs that do not have the shapes declared by a functional model.
 
     Args:
-        model: Any model; a model without declared inputs is not checked.
+        model: Any model; models without declared inputs are not checked.
         inputs: Tensors or specs `[batch, ...]`.
 
     Raises:
@@ -190,28 +183,28 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
     declared = getattr(model, "inputs", None)
     if not declared:
         return
-    given = keras.tree.flatten(inputs)
+    tensors = keras.tree.flatten(inputs)
     if isinstance(inputs, dict):
-        # Keras takes the entries of a dict that have the name of an input.
+        # Keras uses the entries of a dict that have the name of an input.
         if not all(tensor.name in inputs for tensor in declared):
             return
-        given = [inputs[tensor.name] for tensor in declared]
-    # The batch may have any size: without keras.Input a model declares the size of its first batch.
-    shapes = [None if tensor is None else (None, *tensor.shape[1:]) for tensor in given]
-    wanted = [(None, *tensor.shape[1:]) for tensor in declared]
-    if len(given) != len(wanted) or not all(map(_fits, shapes, wanted)):
+        tensors = [inputs[tensor.name] for tensor in declared]
+    # The batch may have any size, although a model without keras.Input declares that of its first batch.
+    shapes = [None if tensor is None else (None, *tensor.shape[1:]) for tensor in tensors]
+    expected = [(None, *tensor.shape[1:]) for tensor in declared]
+    if len(shapes) != len(expected) or not all(map(_fits, shapes, expected)):
         raise ValueError(
             f"The data must have the shapes of the model's inputs (None stands for any size). {model.name!r} takes "
-            f"{_text(wanted)} and the dataset yields {_text(shapes)}. Change keras.Input or the data."
+            f"{_text(expected)} and the dataset yields {_text(shapes)}. Change keras.Input or the data."
         )
 
 
 def check_targets(model: keras.Model, targets: Any) -> None:
-    """Refuse strings as the targets of a loss, which Keras' losses convert to floats.
+    """Refuse strings as targets of Keras' losses.
 
     Args:
         model: A compiled model.
-        targets: Tensors or specs `[batch, ...]` in any structure; None for none.
+        targets: Tensors or specs `[batch, ...]` in any structure, or None.
 
     Raises:
         ValueError: If a loss would be computed from strings.
@@ -220,9 +213,9 @@ def check_targets(model: keras.Model, targets: Any) -> None:
     has_own_step = overrides(model, "train") or overrides(model, "evaluate")
     if objective.has_objectives(model) or keras_model.overridden(model, "compute_loss") or has_own_step:
         return
-    found = keras.tree.flatten_with_path(targets)
-    losses = keras.tree.flatten(model.loss) if keras.tree.is_nested(model.loss) else [model.loss] * len(found)
-    pairs = zip(losses, found, strict=True) if len(losses) == len(found) else ()
+    flat = keras.tree.flatten_with_path(targets)
+    losses = keras.tree.flatten(model.loss) if keras.tree.is_nested(model.loss) else [model.loss] * len(flat)
+    pairs = zip(losses, flat, strict=True) if len(losses) == len(flat) else ()
     for loss, (path, target) in pairs:
         if loss is None or target is None or target.dtype != tf.string:
             continue
@@ -239,25 +232,25 @@ def check_batched(model: keras.Model, spec: Any) -> None:
     """Refuse a dataset of single examples.
 
     Args:
-        model: Any model; declared inputs show whether an element is an example or a batch.
-        spec: The `element_spec` of the `tf.data.Dataset`.
+        model: Any model; its declared inputs tell examples from batches.
+        spec: The `element_spec` of the dataset.
 
     Raises:
-        ValueError: If an element has no axis over examples.
+        ValueError: If the elements have no batch axis.
     """
     shapes = _known_shapes(spec)
-    given = _known_shapes(keras.utils.unpack_x_y_sample_weight(spec)[0])
+    inputs = _known_shapes(keras.utils.unpack_x_y_sample_weight(spec)[0])
     declared = [tuple(tensor.shape[1:]) for tensor in getattr(model, "inputs", None) or ()]
-    are_examples = bool(given) and len(given) == len(declared) and all(map(_is_example, given, declared))
-    # Declared inputs may have different numbers of rows, such as the edges and nodes of a graph.
+    are_examples = bool(inputs) and len(inputs) == len(declared) and all(map(_is_example, inputs, declared))
+    # Declared inputs may differ in their numbers of rows, such as the edges and nodes of a graph.
     differ = not declared and len({shape[0] for shape in shapes if shape and shape[0] is not None}) > 1
     if () in shapes or differ or are_examples:
         has_batch = any(shape[:1] == (None,) for shape in shapes)
-        of_scalar = " Repeat a number that belongs to a whole batch for each of its examples." if has_batch else ""
+        advice = " Repeat a number that belongs to a whole batch for each of its examples." if has_batch else ""
         raise ValueError(
             f"Every element of a dataset must be a batch, with a first axis over its examples, and the shapes of an "
             f"element are {_text(shapes)}. Batch it with dataset.batch(global batch), such as dataset.batch(32); "
-            f"Python code yields whole batches.{of_scalar}"
+            f"Python code yields whole batches.{advice}"
         )
 
 
@@ -266,22 +259,22 @@ def _known_shapes(spec: Any) -> list[tuple[int | None, ...]]:
     return [tuple(shape) for shape in shapes if shape is not None and shape.rank is not None]
 
 
-def _is_example(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
+def _is_example(shape: tuple[int | None, ...], expected: tuple[int | None, ...]) -> bool:
     return (
-        len(shape) == len(wanted)
-        and _fits((None, *shape), (None, *wanted))
-        and not _fits((None, *shape[1:]), (None, *wanted))
+        len(shape) == len(expected)
+        and _fits((None, *shape), (None, *expected))
+        and not _fits((None, *shape[1:]), (None, *expected))
     )
 
 
-def _fits(shape: tuple[int | None, ...] | None, wanted: tuple[int | None, ...]) -> bool:
+def _fits(shape: tuple[int | None, ...] | None, expected: tuple[int | None, ...]) -> bool:
     if shape is None:
         return True  # an optional input, which Keras checks
-    # Keras adds or drops a last axis of size one.
+    # Keras adds or drops a last axis of size 1.
     candidates = [shape, (*shape, 1)] + ([shape[:-1]] if shape[-1:] == (1,) else [])
     return any(
-        len(candidate) == len(wanted)
-        and all(a is None or b is None or a == b for a, b in zip(candidate, wanted, strict=True))
+        len(candidate) == len(expected)
+        and all(a is None or b is None or a == b for a, b in zip(candidate, expected, strict=True))
         for candidate in candidates
     )
 
@@ -296,15 +289,15 @@ def build(
     kind: str,
     creating_slots: Callable[[keras.Model], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
-    """Create the weights, metrics and optimizer slots that need data, inside the strategy's scope.
+    """Create the weights, metrics and optimizer slots of a model with the first batch, inside the strategy's scope.
 
-    The optimizer is built at the first `fit`, as in Keras: layers may be frozen between an evaluation and that `fit`.
+    As in Keras, the optimizer is built by the first `fit`: layers may be frozen between an evaluation and that `fit`.
 
     Args:
-        model: Any model for "predict", else a compiled one.
-        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+        model: A model; compiled unless `kind` is "predict".
+        batch: A global batch, `(inputs, targets, sample_weight)`; the last two are optional.
         kind: "train", "evaluate" or "predict".
-        creating_slots: Returns the context in which the optimizers of the model create their slots.
+        creating_slots: Returns a context in which the optimizers of the model create their slots.
 
     Raises:
         ValueError: If the data do not have the shapes that the model needs.
@@ -330,11 +323,11 @@ def build(
 
 @contextlib.contextmanager
 def _naming_targets(model: keras.Model, targets: Any) -> Iterator[None]:
-    """Explain the errors of Keras about a loss without targets, each of which names another detail of its own code."""
+    """Replace Keras' various errors about a loss without targets by a clear one."""
     try:
         yield
     except (ValueError, TypeError, AttributeError) as error:
-        has_loss = any(one is not None for one in keras.tree.flatten(model.loss))
+        has_loss = any(loss is not None for loss in keras.tree.flatten(model.loss))
         if targets is not None or not has_loss or keras_model.overridden(model, "compute_loss"):
             raise
         raise ValueError(
@@ -344,7 +337,7 @@ def _naming_targets(model: keras.Model, targets: Any) -> Iterator[None]:
 
 
 def _reduce_dense(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
-    """Reduce a loss as Keras does, and refuse ragged values with a clear error."""
+    """Reduce a loss as Keras does, with a clear error for ragged values."""
     loss: tf.Tensor = keras_losses.reduce_weighted_values(
         dense_losses(values, reduction), weight, mask, reduction, dtype
     )

@@ -1,4 +1,4 @@
-"""One device, no communication: the baseline that every other engine must equal."""
+"""Steps on one device: the baseline that every other engine must reproduce."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tfpar.reduction.losses import BatchWeights
 
 
 class OneDevice(SingleReplica):
-    """The steps of Keras' own `fit` on one device.
+    """The engine of `SingleDevice`, with the steps of Keras' own `fit`.
 
     Args:
-        device: The device; None leaves the placement to TensorFlow.
+        device: Device name; None leaves the placement to TensorFlow.
     """
 
     chooses_xla = True
@@ -35,38 +35,33 @@ class OneDevice(SingleReplica):
         self.device = device
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model and its optimizer are created."""
+        """Return a context that places variables on the device, if it has a name."""
         return contextlib.nullcontext() if self.device is None else tf.device(self.device)
 
     @property
     def devices(self) -> list[str]:  # type: ignore[override]
-        """The device."""
-        return self.device_names
-
-    @property
-    def device_names(self) -> list[str]:
-        """The device; without a name, the default of TensorFlow."""
+        """The device; without a name, TensorFlow's default."""
         gpus = tf.config.list_logical_devices("GPU")
         return [self.device or ("GPU:0" if gpus else "CPU:0")]
 
     @property
     def step_device(self) -> str:
-        """The device: the loop of steps runs on the host, and so would steps that request no device."""
+        """The device; otherwise the steps would run on the host, as the loop around them does."""
         return self.device_names[0]
 
     def _holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is plain, and a weight on the named device, if any."""
-        # Integers are not moved: TensorFlow places most of them on the host.
+        """Return True if a variable is plain and, with a named device, allocated there."""
+        # Integers are not moved, as TensorFlow places most of them on the host.
         if self.device is None or not tf.as_dtype(variable.dtype).is_floating:
             return super()._holds(variable)
         return super()._holds(variable) and keras_variables.is_on(variable, self.device)
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the batch, all of it for the device."""
+        """Return the batch, read by the device."""
         return StepBatch(element, self.device_names * len(tf.nest.flatten(element)))
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on a batch, or one for each objective; return the loss, a scalar."""
+        """Run one update on a batch, or one per objective; return the loss, a scalar."""
         with self.creation_scope():
             if own_step.overrides(model, "train"):
                 return own_steps.run(model, "train", batch)
@@ -75,17 +70,19 @@ class OneDevice(SingleReplica):
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if gradients:
-                self._apply(model, gradients)
+                with keras_optimizer.one_device_optimizer():
+                    keras_optimizer.apply(model.optimizer, gradients, model.trainable_variables)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
 
-    def _apply(self, model: keras.Model, gradients: list[Any]) -> None:
-        """Run the optimizer."""
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
         with keras_optimizer.one_device_optimizer():
-            keras_optimizer.apply(model.optimizer, gradients, model.trainable_variables)
+            for optimizer, variables in objective.updates_of(model):
+                optimizer.finalize_variable_values(variables)
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Update the model's metrics from a batch; return the loss, a scalar."""
+        """Update the metrics with a batch; return the loss, a scalar."""
         with self.creation_scope():
             if own_step.overrides(model, "evaluate"):
                 return own_steps.run(model, "evaluate", batch)
@@ -105,17 +102,18 @@ class OneDevice(SingleReplica):
             return keras_model.call_model(model, inputs, training=False)
 
 
-# A divisor over the examples of one device is that of the whole batch.
-_ALL = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
+# One device has the whole batch, so divisors need no sum.
+WHOLE_BATCH = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
 
 
 def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
-    """Do one update for each objective of a model, in their order; return the sum of their losses."""
+    """Run one update per objective of a model, in order; return the sum of their losses."""
     losses = []
-    for one in objective.objectives_of(model):
-        loss, gradients = objective.forward_backward(model, one, batch, _ALL)
+    for current in objective.objectives_of(model):
+        loss, gradients = objective.forward_backward(model, current, batch, WHOLE_BATCH)
+        optimizer, weights = objective.optimizer_of(model, current), objective.trained_by(model, current)
         with keras_optimizer.one_device_optimizer():
-            keras_optimizer.apply(objective.optimizer_of(model, one), gradients, objective.trained_by(model, one))
+            keras_optimizer.apply(optimizer, gradients, weights)
         losses.append(loss)
     if objective.counts_steps(model):
         keras_optimizer.count_application(model.optimizer)
@@ -123,21 +121,22 @@ def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
 
 
 def _evaluate_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
-    losses = [objective.loss_of(one, batch, False, _ALL) for one in objective.objectives_of(model)]
+    losses = [objective.loss_of(each, batch, False, WHOLE_BATCH) for each in objective.objectives_of(model)]
     return objective.count(model, losses, data.num_rows(batch))
 
 
 def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
-    """Compute the loss, the outputs and the gradient of each trainable variable (scaled by the optimizer).
+    """Compute the loss, the outputs and the gradients of a batch.
 
     Args:
         model: A built and compiled model.
-        inputs: The inputs of the model, `[batch, ...]` each.
-        targets: The targets of its losses, `[batch, ...]` each, or None.
-        weights: Sample weights `[batch, ...]` or None.
+        inputs: Inputs of the model, `[batch, ...]` each.
+        targets: Targets of the losses, `[batch, ...]` each, or None.
+        weights: Sample weights, `[batch, ...]`, or None.
 
     Returns:
-        The loss (scalar), the outputs (`[batch, ...]` each) and the gradients, None for a variable without one.
+        `(loss, outputs, gradients)`: a scalar, `[batch, ...]` each, and a gradient per trainable variable, scaled by
+        the optimizer; None for a variable without a gradient.
     """
     loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
     return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
@@ -150,7 +149,7 @@ def loss_and_gradients(
     weights: Any,
     call: Callable[..., Any] = keras_model.call_model,
 ) -> tuple[tf.Tensor, Any, list[Any]]:
-    """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
+    """Compute what `forward_backward` does, without `after_reads`, for callers that first reduce the gradients."""
     with tf.GradientTape() as tape:
         outputs = call(model, inputs, training=True)
         loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
@@ -161,7 +160,7 @@ def loss_and_gradients(
 def forward(
     model: keras.Model, inputs: Any, targets: Any, weights: Any, call: Callable[..., Any] = keras_model.call_model
 ) -> tuple[tf.Tensor, Any]:
-    """Compute the loss (scalar) and the outputs (`[batch, ...]` each) without training."""
+    """Compute the loss, a scalar, and the outputs, `[batch, ...]` each, in inference mode."""
     outputs = call(model, inputs, training=False)
     return keras_model.compute_loss(model, inputs, targets, outputs, weights, training=False), outputs
 
@@ -169,6 +168,6 @@ def forward(
 def update_metrics(
     model: keras.Model, loss: tf.Tensor, num_examples: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any
 ) -> None:
-    """Add examples to the model's metrics, the loss weighted by their number."""
+    """Update the metrics of a model with a batch, and the mean loss weighted by its number of examples."""
     keras_metrics.loss_tracker(model).update_state(loss, sample_weight=num_examples)
     metric_logs.update_metrics(model, inputs, targets, outputs, weights, whole=not tf.distribute.has_strategy())

@@ -1,4 +1,4 @@
-"""Sharded optimizer state: each weight has one owner, which alone holds its slots and updates it.
+"""Sharded optimizer state: each weight has one owner, which holds its slots and updates it.
 
                weight 0 (owner 0)    weight 1 (owner 1)
     replica 0  gradient ──┐          gradient ──┐
@@ -9,11 +9,15 @@
                           │                     │
                new weight to all     new weight to all
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2. The
-owners are the replicas of one process or of all workers; in stages, the workers, over which the weights of each device
-are divided. In a process one call of the optimizer updates all of its weights, each on the device of its owner, so that
-clipping by the global norm, or an optimizer of a user's own, sees all gradients. Workers add their norms, all-reduce
-gradients as without shards, during the backward pass, and then send the new weights: half as many bytes again.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2.
+
+- Data parallelism: the owners are the replicas of all workers.
+- Pipelines: the owners are the workers, which share the weights of each stage among them. A single worker owns all.
+- Tensor parallelism: each shard of a weight is updated on its own device.
+
+In each process a single call of the optimizer updates all weights that the process owns, each on the device of its
+owner, so that global clipping and custom optimizers see all gradients. Workers add up their norms. They all-reduce
+gradients during the backward pass as without shards, and then send the new weights: 50 % more bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +33,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.optimizers import (
-    keras_divided_optimizer,
     keras_optimizer,
     keras_sharded_slots,
     keras_sharded_updates,
 )
-from tfpar._compat.variables import keras_variables, sharded_memory, tf_memory_elsewhere
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.engines.slot_gathering import gathered
 from tfpar.job import Job
 from tfpar.per_model import PerModel
@@ -44,12 +47,13 @@ from tfpar.reduction import objective
 
 
 class Copies(NamedTuple):
-    """The memory of a weight, or of a piece of one.
+    """The copies of a weight, or of a shard of one.
 
     Args:
-        memories: One on each replica of this process.
-        owner: The number of the owner among all replicas.
-        after: A tensor on each of these replicas, which the new value there waits for; none for no wait.
+        memories: The copy on each replica of this process.
+        owner: The index of the owner among all replicas.
+        after: For each replica of this process, a tensor that must be computed before its copy is overwritten. Empty if
+            the copies can be overwritten at once.
     """
 
     memories: Sequence[tf.Variable]
@@ -58,21 +62,23 @@ class Copies(NamedTuple):
 
 
 class Communicator(Protocol):
-    """The messages between the owners of weights, in a traced function."""
+    """Communication between the owners of weights, in a traced function."""
 
     def send(self, weights: Sequence[Copies]) -> None:
-        """Set all copies of weights to the value of their owner."""
+        """Overwrite all copies of the weights by those of their owners."""
 
     def add(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the sum of a small tensor over all processes."""
+        """Sum a small tensor over all processes."""
 
 
 class LocalCommunicator:
-    """The messages between the devices of one process."""
+    """Communication between the devices of a single process."""
 
     def send(self, weights: Sequence[Copies]) -> None:
         """Copy each weight from its owner to the other replicas."""
         for memories, owner, after in weights:
+            if len(memories) == 1:
+                continue
             with tf.device(memories[owner].device):
                 value = memories[owner].read_value()
             for replica, memory in enumerate(memories):
@@ -81,17 +87,18 @@ class LocalCommunicator:
                         memory.assign(tf.identity(value))
 
     def add(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the tensor of the one process."""
+        """Return the tensor itself."""
         return tensor
 
 
 class OptimizerShards:
-    """The owners of the weights of each model, and what they do.
+    """Assigns the weights of models to owners, and updates them there.
 
     Args:
-        job: The workers.
-        communicator: The messages between the copies of a weight.
-        devices: The devices of the replicas of this process; none in stages, where it has one copy of each weight.
+        job: The workers that share the weights.
+        communicator: Communicates between the copies of a weight.
+        devices: The devices of the replicas of this process. Empty for pipelines and tensor parallelism, which have one
+            copy of each weight per process.
     """
 
     def __init__(self, job: Job, communicator: Communicator, devices: Sequence[str] = ()) -> None:
@@ -103,16 +110,16 @@ class OptimizerShards:
             keras_sharded_updates.refuse_updates_by_replicas()
 
     def owners(self, model: keras.Model) -> dict[int, int]:
-        """Return the owner of each weight that is trained, or that an optimizer was built for, by the weight's `id`.
+        """Return the owner of each weight that is trained or that an optimizer was built for, by the weight's `id`.
 
-        The owners stay while layers are frozen or thawed, because state cannot move to another worker.
+        Owners do not change when layers are frozen or unfrozen, since slots cannot move to another worker.
 
         Args:
             model: A compiled model with built layers.
         """
         built = [optimizer for optimizer, _ in objective.updates_of(model) if optimizer is not None and optimizer.built]
-        known_weights = [weight for optimizer in built for weight in keras_sharded_slots.weights_of(optimizer)]
-        # In an update an optimizer has pieces of divided weights.
+        known_weights = [weight for optimizer in built for weight in keras_optimizer.weights_of(optimizer)]
+        # During an update, the weights of an optimizer are shards.
         wholes = [sharded_memory.whole_of(weight)[0] for weight in (*_trained(model), *known_weights)]
         weights, known = {id(weight): weight for weight in wholes}, self._tables.get(model) or {}
         if weights.keys() != known.keys():
@@ -123,19 +130,19 @@ class OptimizerShards:
 
     @property
     def _num_copies(self) -> int:
-        """The number of copies of a weight in this process."""
+        """The number of copies of each weight in this process."""
         return max(1, len(self._devices))
 
     def _here(self, model: keras.Model) -> dict[int, int]:
-        """Return the local replica of each owner in this process, by the weight's `id`."""
+        """Return the local replica that owns each weight of this process, by the weight's `id`."""
         first = self._job.rank * self._num_copies
         local = {key: owner - first for key, owner in self.owners(model).items()}
         return {key: replica for key, replica in local.items() if 0 <= replica < self._num_copies}
 
     def prepare(self, model: keras.Model) -> None:
-        """Refuse workers that differ in the owners, or in weights with which state begins; all must call this.
+        """Refuse workers that differ in the owners, or in the initial weights if slots start as copies of them.
 
-        Without shards the chief's initial state is broadcast, which it does not have here.
+        All workers must call this. Without shards, the chief broadcasts its initial state; here it has only its part.
 
         Raises:
             ValueError: If a worker differs from the chief.
@@ -144,7 +151,7 @@ class OptimizerShards:
         if self._job.num_workers == 1:
             return
         owners, weights = self.owners(model), _trained(model)
-        # By number: automatic names count the models of a process.
+        # By index, since automatic names count the models of a process.
         rows = [f"weight {number} {tuple(w.shape)} of owner {owners[id(w)]}" for number, w in enumerate(weights)]
         self._job.require_equal({"owners of the optimizer's state": "\n".join(rows)})
         optimizers = [optimizer for optimizer, _ in objective.updates_of(model)]
@@ -157,12 +164,12 @@ class OptimizerShards:
         self._new[model] = False
 
     def holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is a slot on a device of a replica, of this process or another."""
+        """Return whether a variable is a slot on its owner, in this process or another."""
         on = (keras_variables.is_on(variable, device) for device in self._devices)
-        return tf_memory_elsewhere.is_elsewhere(variable) or (keras_sharded_slots.is_owned(variable) and any(on))
+        return sharded_memory.is_remote(variable) or (keras_sharded_slots.is_owned(variable) and any(on))
 
     def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
-        """Return the variables of the optimizer in the memory of a device of this process, by its number."""
+        """Return the optimizer variables on a device of this process, by the index of the device."""
 
         def is_there(variable: keras.Variable) -> bool:
             is_mirrored = keras_variables.home_of(variable) is not None
@@ -172,7 +179,7 @@ class OptimizerShards:
 
     @contextlib.contextmanager
     def creating_slots(self, model: keras.Model) -> Iterator[None]:
-        """Return the context in which each slot is created on the owner of its weight alone, within the scope."""
+        """Return the context in which optimizers create each slot on the owner of its weight, within the scope."""
         here, contexts = self._here(model), contextlib.ExitStack()
         if self._devices:
             first, *_ = self._devices
@@ -186,19 +193,21 @@ class OptimizerShards:
                 self._hold(model, optimizer)
 
     def _hold(self, model: keras.Model, optimizer: Any) -> None:
-        """Note the holder of each slot, and release the memory of the slots of other workers."""
+        """Place the slots with their weights, record which worker holds them, and release those of other workers."""
+        if not self._devices:
+            keras_optimizer.move_slots(optimizer)
         if self._job.num_workers == 1:
             return
         keras_sharded_updates.check(optimizer)
         owners, here = self.owners(model), self._here(model)
-        for slot, weight in keras_sharded_slots.slots_of_weights(optimizer):
+        for slot, weight in keras_optimizer.slots_of_weights(optimizer):
             rank = owners[id(weight)] // self._num_copies
             keras_sharded_slots.hold(slot, rank, is_held_here=id(weight) in here)
 
     def place_slots(self, model: keras.Model) -> None:
-        """Move the slots of optimizers that were built elsewhere to the owners of their weights.
+        """Move the slots of optimizers that were built outside to the owners of their weights.
 
-        The chief's state counts. All workers must call this.
+        The values of the chief are used. All workers must call this.
         """
         here, optimizers = self._here(model), [optimizer for optimizer, _ in objective.updates_of(model)]
         if self._job.num_workers > 1:
@@ -207,13 +216,14 @@ class OptimizerShards:
                     keras_sharded_updates.check(optimizer)
             self._job.require_equal({"built optimizers": str([optimizer.built for optimizer in optimizers])})
         for optimizer in (optimizer for optimizer in optimizers if optimizer.built):
-            for slot, weight in keras_sharded_slots.slots_of_weights(optimizer):
-                if not keras_sharded_slots.is_owned(slot):
-                    self._move(slot, here.get(id(weight)))
+            if self._devices or self._job.num_workers > 1:
+                for slot, weight in keras_optimizer.slots_of_weights(optimizer):
+                    if not keras_sharded_slots.is_owned(slot):
+                        self._move(slot, here.get(id(weight)))
             self._hold(model, optimizer)
 
     def _move(self, slot: keras.Variable, replica: int | None) -> None:
-        """Move a slot to a local replica, or send it to the owner in another process."""
+        """Move a slot to a local replica, with the value of the chief; None for a slot of another process."""
         value = keras_sharded_slots.memories(slot)[0].read_value()
         if self._job.num_workers > 1:
             message = self._job.broadcast(value.numpy().tobytes())
@@ -224,22 +234,23 @@ class OptimizerShards:
             slot.assign(value)
 
     def apply(self, model: keras.Model, optimizer: Any, weights: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Update each weight on its owner, and send it to all of its copies; in a step, after all reads of weights.
+        """Update each weight on its owner and send it to all copies. A step calls this after all reads of weights.
 
         Args:
             model: The model.
             optimizer: The optimizer of the weights.
-            weights: Weights of the model, divided ones in pieces.
-            gradients: For each weight the sum on each replica of this process, right on its owner; None for a weight
-                without a gradient.
+            weights: Weights of the model; shards in place of sharded weights.
+            gradients: For each weight its summed gradient on each replica of this process, of which only that of the
+                owner is used. None for a weight without a gradient.
         """
-        if all(sums is None for sums in gradients):
-            optimizer.apply(list(gradients), list(weights))  # raises
         here = self._here(model)
         wholes = [id(sharded_memory.whole_of(weight)[0]) for weight in weights]
         own = [number for number, whole in enumerate(wholes) if whole in here]
         totals = {number: gradients[number][here[wholes[number]]] for number in own if gradients[number] is not None}
-        own = own if totals else []
+        if all(sums is None for sums in gradients):
+            own = list(range(len(weights)))  # the optimizer raises an error
+        elif not totals:
+            own = []
         updated = [wholes[number] for number in totals]
         norm_dtype = keras.backend.result_type(*(weight.dtype for weight in weights))
         of_all_gradients = keras_sharded_updates.of_all_gradients(self._communicator.add, norm_dtype)
@@ -249,35 +260,33 @@ class OptimizerShards:
 
     @contextlib.contextmanager
     def _owning(self, model: keras.Model, optimizer: Any, updated: Sequence[int] = ()) -> Iterator[None]:
-        """Let an optimizer have the weights of this process alone, each as the memory on its owner.
+        """Let an optimizer see the shards that this process owns, each as a weight on the device of its owner.
 
         Args:
             model: The model.
             optimizer: A built optimizer.
-            updated: For each weight or piece with a gradient, the `id` of the whole weight.
+            updated: The `id` of the whole weight for each weight or shard with a gradient.
         """
-        here, weights = self._here(model), keras_sharded_slots.weights_of(optimizer)
+        here, weights = self._here(model), keras_optimizer.weights_of(optimizer)
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(keras_optimizer.one_device_optimizer())
             contexts.enter_context(keras_sharded_slots.of_owners(weights, here))
-            if any(map(sharded_memory.is_divided, weights)):
-                contexts.enter_context(keras_divided_optimizer.of_pieces(optimizer, updated))
-            contexts.enter_context(keras_sharded_updates.only_own(optimizer))
+            contexts.enter_context(keras_sharded_updates.own_shards(optimizer, updated))
             yield
 
     def finalize(self, model: keras.Model, optimizer: Any) -> None:
-        """Overwrite weights with their moving averages where the optimizer has them."""
+        """Overwrite weights with their moving averages, if the optimizer has any."""
         if keras_sharded_updates.finalizes(optimizer):
-            weights_of = keras_sharded_slots.weights_of
+            weights_of = keras_optimizer.weights_of
             self._change(model, optimizer, lambda: optimizer.finalize_variable_values(weights_of(optimizer)))
 
     def _change(self, model: keras.Model, optimizer: Any, change: Callable[[], None]) -> None:
-        """Change weights on their owners outside of a step, and send them to all of their copies.
+        """Change weights on their owners outside of a step, and send them to all copies.
 
         Args:
             model: The model.
             optimizer: The optimizer of the weights.
-            change: Called where the optimizer has the weights of this process alone.
+            change: Changes the weights of the optimizer, which are those that this process owns.
         """
 
         def change_and_send() -> None:
@@ -288,14 +297,14 @@ class OptimizerShards:
         tf.function(change_and_send, autograph=False)()
 
     def _send(self, model: keras.Model, optimizer: Any, after: Mapping[int, Sequence[tf.Tensor]]) -> None:
-        """Send the weights of an optimizer from their owners to all of their copies.
+        """Send the weights of an optimizer from their owners to all copies.
 
         Args:
             model: The model.
             optimizer: The optimizer.
-            after: For some weights, by `id`, a tensor on each replica which the new value there waits for.
+            after: For some weights, by `id`, the tensors that must be computed before the copies are overwritten.
         """
-        owners, weights = self.owners(model), keras_sharded_slots.weights_of(optimizer)
+        owners, weights = self.owners(model), keras_optimizer.weights_of(optimizer)
         self._communicator.send(
             [
                 Copies(memories, owners[id(weight)], after.get(id(weight), ()))
@@ -306,11 +315,12 @@ class OptimizerShards:
 
     @contextlib.contextmanager
     def whole_state(self, model: keras.Model, folder: Path | None) -> Iterator[None]:
-        """Return a context in which the chief reads the slots of all workers, which must all enter it.
+        """Return a context in which the chief can read the slots of all workers. All workers must enter it.
 
         Args:
             model: The model.
-            folder: An existing folder of the chief for a temporary file of their size; None for that of the system.
+            folder: An existing folder of the chief for a temporary file of the size of the slots. Defaults to the
+                system's temporary folder.
         """
         updates = [] if self._is_lent else objective.updates_of(model)
         variables = [variable for optimizer, _ in updates if optimizer is not None for variable in optimizer.variables]
@@ -318,7 +328,7 @@ class OptimizerShards:
         if not slots:
             yield
             return
-        with gathered(slots, self._job, folder) as arrays, tf_memory_elsewhere.lent(arrays):
+        with gathered(slots, self._job, folder) as arrays, sharded_memory.lent(arrays):
             self._is_lent = True
             try:
                 yield
@@ -327,10 +337,11 @@ class OptimizerShards:
 
 
 def _trained(model: keras.Model) -> list[keras.Variable]:
-    """Return the weights of all optimizers of a model, without duplicates."""
+    """Return the weights that the optimizers of a model train, without duplicates."""
     groups = (weights for _, weights in objective.updates_of(model))
     return list({id(weight): weight for weights in groups for weight in weights}.values())
 
 
 def _first_device(weight: keras.Variable) -> str:
-    return str(keras_sharded_slots.copies(weight)[0][0].device)
+    """Return the device of the first copy of a weight; empty for one that is placed later, with its slots."""
+    return str(getattr(keras_sharded_slots.copies(weight)[0][0], "device", ""))

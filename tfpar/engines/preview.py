@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaRow:
-    """A row of the table, for one device with the whole model.
+    """A row of the table, for a device of a replica.
 
     Attributes:
-        device: The name of the device.
-        num_examples: The examples of its largest per-replica batch.
-        num_parameters: The parameters of its weights, untrained weights included.
-        state_bytes: Bytes of weights, gradients and optimizer state; activations are not included.
-        gradient_bytes: Bytes of the gradients, which are all-reduced in every step.
+        device: Name of the device.
+        num_examples: Examples in its largest per-replica batch.
+        num_parameters: Parameters on the device, including non-trainable ones.
+        state_bytes: Bytes of weights, gradients and optimizer state, without activations.
+        gradient_bytes: Bytes of gradients summed over the replicas in every step.
     """
 
     device: str
@@ -39,15 +39,16 @@ class ReplicaRow:
 
 @dataclasses.dataclass(frozen=True)
 class Preview:
-    """The result of `Trainer.preview`; a notebook shows text and picture, `print` shows text.
+    """The result of `Trainer.preview`: a table and, for a pipeline, a picture of its schedule.
+
+    `print` shows the table, and a notebook also shows the picture.
 
     Attributes:
-        table: The devices or stages, as lines of text.
-        rows: The same as data, one row a stage, or one a device with the whole model.
-        planned: The predicted times of the actions of a pipeline's step, the optimizer included; None for other
-            strategies.
-        schedule: The schedule of a pipeline; None for other strategies.
-        durations: The measured time of each action of a pipeline; None for other strategies.
+        table: The devices or stages as text.
+        rows: The table as data, with a row per stage or device.
+        planned: Predicted timeline of a pipeline's step, including the optimizer; None for other strategies.
+        schedule: Schedule of a pipeline; None for other strategies.
+        durations: Measured durations of a pipeline's actions; None for other strategies.
 
     Example:
         >>> preview = trainer.preview(dataset)
@@ -64,13 +65,13 @@ class Preview:
     durations: Durations | None = None
 
     def save(self, path: str | Path) -> None:
-        """Write the picture of a pipeline's step.
+        """Write the picture of a pipeline's schedule.
 
         Args:
-            path: A `.png` file in a folder that exists.
+            path: A `.png` file in an existing folder.
 
         Raises:
-            ValueError: If the name ends otherwise, or the strategy has no schedule to draw.
+            ValueError: If the path does not end with `.png`, or the strategy has no schedule.
             OSError: If the file cannot be written.
         """
         if Path(path).suffix != ".png":
@@ -88,7 +89,7 @@ class Preview:
         return timeline_plot.draw(self.planned, None, self.schedule, None)
 
     def __repr__(self) -> str:
-        """Return the table, which an interactive session shows."""
+        """Return the table, for interactive sessions."""
         return self.table
 
     def _repr_html_(self) -> str:
@@ -103,12 +104,12 @@ class Preview:
 
 
 def replicas_table(title: str, rows: tuple[ReplicaRow, ...], num_replicas: int) -> str:
-    """Return the table of devices that have the whole model.
+    """Format a preview with a row per device.
 
     Args:
-        title: The first line.
-        rows: One row a device of this process.
-        num_replicas: Replicas of all workers together.
+        title: First line of the table.
+        rows: A row per device of this process.
+        num_replicas: Number of replicas, on all workers together.
     """
     width = max(len(name) for name in ("device", *(row.device for row in rows)))
     lines = [title, f"{'device':<{width}}  examples  parameters  state MB"]

@@ -1,1 +1,1 @@
-"""Files that are written atomically."""
+"""Files that are written atomically, and files of JSON."""

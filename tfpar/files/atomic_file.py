@@ -1,9 +1,9 @@
-"""Atomic writes of files, and reads of regular files only.
+"""Files that are written atomically, and reads of regular files only.
 
-    .config.toml.3f9c21ab.unfinished   new, written, flushed to the disk ──rename──> config.toml
+    .config.toml.3f9c21ab.unfinished   created, written, flushed to disk ──rename──> config.toml
 
-The unfinished file is always a new one: an existing file, link or pipe of that name is neither followed nor changed. A
-link in place of the file itself is replaced, and its target is kept.
+The unfinished file is always new: an existing file, link or pipe of that name is never opened. If the file itself is a
+link, the link is replaced and its target stays as it is.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def write(path: Path, content: str | bytes) -> None:
 
     Args:
         path: The file, in an existing folder; an existing file is replaced.
-        content: Text is encoded as UTF-8.
+        content: Bytes, or text to encode as UTF-8.
 
     Raises:
-        OSError: If it cannot be written; it names the file, and an existing file is kept.
+        OSError: If it cannot be written; an existing file is kept. The error names the file.
 
     Example:
         >>> write(Path("config.toml"), "seed = 0")
@@ -41,13 +41,13 @@ def write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def new(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file, which is renamed to `path` at the end of the block, or removed after an error.
+    """Open a file for writing. It is renamed to `path` at the end of the block, or removed after an error.
 
     Args:
         path: The file, in an existing folder; an existing file is replaced.
 
     Raises:
-        OSError: If it cannot be written; it names the file.
+        OSError: If it cannot be written. The error names the file.
     """
     with _in_place(path) as unfinished:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -61,14 +61,7 @@ def new(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def new_by_path(path: Path) -> Iterator[Path]:
-    """Return a new path for functions that write to a path; it is renamed to `path` as by `new`.
-
-    Args:
-        path: The file, in an existing folder; an existing file is replaced.
-
-    Raises:
-        OSError: If it cannot be written; it names the file.
-    """
+    """Return a new path, for functions that take a path; otherwise the same as `new`."""
     with _in_place(path) as unfinished:
         unfinished.mkdir(mode=0o700)  # so that no other user can create a link in it
         inside = unfinished / path.name
@@ -81,7 +74,7 @@ def new_by_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _in_place(path: Path) -> Iterator[Path]:
-    """Return the unfinished path of a file; remove its remains, and let errors name the file itself."""
+    """Return the path of the unfinished file; remove what is left there, and name the file itself in errors."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         yield unfinished
@@ -95,7 +88,7 @@ def _in_place(path: Path) -> Iterator[Path]:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Flush a folder, so that the new name survives a loss of power, where the system supports it."""
+    """Flush a folder, if the system supports it, so that a new name in it survives a power failure."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -104,31 +97,23 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def is_unfinished(name: str, of: str = "") -> bool:
-    """Return whether a name is that of an unfinished file, left by a crash.
-
-    Args:
-        name: The name.
-        of: The beginning of the name of the file itself.
+def is_unfinished(name: str, prefix: str = "") -> bool:
+    """Return whether a name is that of the unfinished file of a file whose name begins with `prefix`.
 
     >>> is_unfinished(".config.toml.3f9c21ab.unfinished", "config"), is_unfinished("config.unfinished")
     (True, False)
     """
-    return _UNFINISHED.fullmatch(name) is not None and name.startswith(f".{of}")
+    return _UNFINISHED.fullmatch(name) is not None and name.startswith(f".{prefix}")
 
 
-def remove_unfinished(folder: Path, of: str) -> None:
-    """Remove unfinished files left by a crash; no other process may be writing files of that name.
-
-    Args:
-        folder: The folder.
-        of: The beginning of the names of the files themselves.
+def remove_unfinished(folder: Path, prefix: str) -> None:
+    """Remove what a crash has left of files whose names begin with `prefix`; no process may be writing these files.
 
     Raises:
         OSError: If it cannot be removed.
     """
     for path in folder.iterdir():
-        if is_unfinished(path.name, of):
+        if is_unfinished(path.name, prefix):
             _remove(path)
 
 
@@ -139,31 +124,23 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file; refuse pipes and devices, which may block or never end.
-
-    Args:
-        path: The file; a link to one is followed.
-        most_bytes: A larger file is refused.
+def read(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file, following links; pipes and devices might block or never end.
 
     Raises:
-        FileNotFoundError: If there is none.
-        OSError: If it is no regular file, too large, or cannot be read; it names the file.
+        FileNotFoundError: If there is no such file.
+        OSError: If it is not a regular file, is larger than `max_bytes`, or cannot be read. The error names the file.
     """
     with opened(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"Larger than {most_bytes:,} bytes", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"Larger than {max_bytes:,} bytes", str(path))
     return content
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open a regular file for reading, as `read` does.
-
-    Raises:
-        OSError: As of `read`.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its writer
+    """Open a regular file for reading, with the errors of `read`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not wait for its writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))

@@ -1,4 +1,4 @@
-"""The code of tfpar and of a program as text that is equal where the code is."""
+"""A listing of the code of tfpar and of a program, to compare between workers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from pathlib import Path
 
 
 def code_listing(*programs: Path) -> str:
-    """Return the name and the digest of each file of tfpar, then of programs, a line each.
+    """Return a line with name and digest for each file of tfpar, then for each program.
 
-    Workers whose code differs can train to different weights without an error.
-
-    Args:
-        *programs: Files besides those of tfpar.
+    Workers whose code differs could train different weights without an error.
 
     Example:
         >>> code_listing().splitlines()[0].split()[0]

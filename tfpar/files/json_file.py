@@ -1,4 +1,4 @@
-"""Files that hold one JSON value, read leniently."""
+"""Files with one JSON value, read leniently."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from tfpar.files import atomic_file
 
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 
 
 def read_text(path: Path) -> str | None:
-    """Return a file that holds JSON; None if there is none, or it cannot be read."""
+    """Return the text of a file that contains JSON; None if it is missing or cannot be read."""
     try:
-        text = atomic_file.read(path, _MOST_BYTES).decode()
+        text = atomic_file.read(path, _MAX_BYTES).decode()
         json.loads(text)
     except (OSError, ValueError, RecursionError):
         return None
@@ -22,6 +22,6 @@ def read_text(path: Path) -> str | None:
 
 
 def read_table(path: Path) -> dict[str, Any] | None:
-    """Return the JSON table in a file; None if there is none, or it cannot be read."""
+    """Return the JSON object in a file; None if it is missing or cannot be read."""
     table = json.loads(read_text(path) or "null")
     return table if isinstance(table, dict) else None

@@ -1,4 +1,4 @@
-"""Files with one JSON object per line and epoch: written atomically, and read without their damaged lines."""
+"""Files with one JSON object per epoch and line, of which damaged lines are skipped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from typing import Any
 
 from tfpar.files import atomic_file
 
-_MOST_BYTES = 256 << 20  # a million epochs
+_MAX_BYTES = 256 << 20  # a million epochs
 
 
 def write(path: Path, entries: Sequence[dict[str, Any]]) -> None:
     """Write a file of entries atomically.
-
-    Args:
-        path: The file, in an existing folder; an existing file is replaced.
-        entries: JSON values by name.
 
     Raises:
         OSError: If it cannot be written.
@@ -32,16 +28,12 @@ def text(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the entries of a file, and the numbers of the damaged lines.
+    """Return the entries of a file, each with an `epoch` from 1, and the numbers of its damaged lines, from 1.
 
-    Args:
-        path: The file; a missing file, or one that is no regular file, has no entries and one damaged line.
-
-    Returns:
-        The entries in order, each with an `epoch` from 1 on; and the damaged lines, counted from 1.
+    A file that is missing or not a regular file has no entries and one damaged line.
     """
     try:
-        lines = atomic_file.read(path, _MOST_BYTES).split(b"\n")
+        lines = atomic_file.read(path, _MAX_BYTES).split(b"\n")
     except OSError:
         return [], [1]
     read_lines = [_entry(line) for line in (lines[:-1] if lines[-1] == b"" else lines)]
@@ -50,7 +42,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def read_or_warn(path: Path) -> list[dict[str, Any]]:
-    """Read the entries of a file; warn on standard error about damaged lines."""
+    """Return the entries of a file; warn on standard error about damaged lines."""
     entries, damaged = read(path)
     if damaged and path.exists():
         others = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""

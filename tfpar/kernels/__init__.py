@@ -1,4 +1,4 @@
-"""TensorFlow's fused kernels in place of Keras 3's chains of operations, while a step is traced."""
+"""Replace Keras 3's chains of operations by TensorFlow's fused kernels while a step is traced."""
 
 from tfpar.kernels.replacement import fused
 

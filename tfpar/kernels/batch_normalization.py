@@ -1,4 +1,4 @@
-"""Batch normalization by one operation of TensorFlow, where Keras has a chain of about twenty."""
+"""Batch normalization with one operation of TensorFlow instead of Keras' chain of about twenty."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ from keras import ops
 
 from tfpar._compat import tf_determinism
 
-_TYPES = ("float32", "float16", "bfloat16")  # of the kernel, whose statistics are float32
-_LEAST_EPSILON = 1.001e-5  # cuDNN has none below 1e-5
-_SECOND = (
+_TYPES = ("float32", "float16", "bfloat16")  # the kernel's statistics are float32
+_LEAST_EPSILON = 1.001e-5  # cuDNN allows none below 1e-5
+_NO_SECOND_DERIVATIVE = (
     "with fused kernels on several replicas, BatchNormalization(synchronized=True) has no second derivatives, which a "
     "penalty on gradients needs: pass fused=False to the trainer."
 )
 
 
 def suits(layer: Any, inputs: Any, mask: Any) -> bool:
-    """Return whether fused kernels normalize inputs as a layer does.
-
-    Args:
-        layer: A BatchNormalization.
-        inputs: A tensor.
-        mask: Of the inputs; None for none.
-    """
+    """Return whether the fused kernel computes what a BatchNormalization layer computes for inputs and their mask."""
     return (
         type(layer) is keras.layers.BatchNormalization
         and isinstance(inputs, tf.Tensor)
@@ -41,10 +35,10 @@ def suits(layer: Any, inputs: Any, mask: Any) -> bool:
 
 
 def normalized(layer: Any, inputs: tf.Tensor, training: bool) -> tf.Tensor | None:
-    """Return the outputs of a layer, and update its moving statistics; None where TensorFlow's kernel is not for it.
+    """Return the outputs of a layer and update its moving statistics; None if TensorFlow has no suitable kernel.
 
     Args:
-        layer: A layer that `suits`.
+        layer: A layer for which `suits` is True.
         inputs: `[batch, ..., channels]`.
         training: Whether to use the statistics of the batch.
     """
@@ -60,32 +54,32 @@ def normalized(layer: Any, inputs: tf.Tensor, training: bool) -> tf.Tensor | Non
     is_joint = training and replica is not None and replica.num_replicas_in_sync > 1
     if training and not is_joint:
         return _by_batch(layer, inputs, scale, offset)
-    if tf_determinism.is_enabled():  # on GPUs the gradient with given statistics has no deterministic kernel
+    if tf_determinism.is_enabled():  # on GPUs the gradient with fixed statistics has no deterministic kernel
         return None
     if is_joint:
         return _by_joint_batch(layer, inputs, scale, offset, replica)
-    mean, variance = (ops.cast(one, "float32") for one in (layer.moving_mean, layer.moving_variance))
+    mean, variance = (ops.cast(moving, "float32") for moving in (layer.moving_mean, layer.moving_variance))
     return _with_statistics(layer, inputs, scale, offset, mean, variance)
 
 
 def _by_batch(layer: Any, inputs: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
-    """Return outputs by the statistics of a batch, with which the moving ones change as in Keras."""
+    """Normalize by the statistics of the batch, and move the moving statistics towards them."""
     none = tf.zeros([0])
-    found = tf.raw_ops.FusedBatchNormV3(
+    result = tf.raw_ops.FusedBatchNormV3(
         x=inputs, scale=scale, offset=offset, mean=none, variance=none, epsilon=layer.epsilon, is_training=True
     )
     number = _num_positions(inputs)
-    # The variance of the kernel is for a sample, a sum over n - 1; that of a single position may be anything.
-    _move(layer, found.batch_mean, tf.math.multiply_no_nan(found.batch_variance, (number - 1) / number))
-    return found.y
+    # The kernel returns the sample variance, divided by n - 1, which is undefined for a single position.
+    _move(layer, result.batch_mean, tf.math.multiply_no_nan(result.batch_variance, (number - 1) / number))
+    return result.y
 
 
 def _by_joint_batch(layer: Any, inputs: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, replica: Any) -> tf.Tensor:
-    """Return outputs by the statistics of the batches of all replicas, which are summed once in each direction."""
+    """Normalize by the statistics of the global batch, with one all-reduce in each pass."""
 
     def over_replicas(*sums: tf.Tensor) -> list[tf.Tensor]:
-        found: list[tf.Tensor] = tf.unstack(replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack(sums)))
-        return found
+        totals: list[tf.Tensor] = tf.unstack(replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack(sums)))
+        return totals
 
     values, positions = tf.cast(tf.stop_gradient(inputs), "float32"), [0, 1, 2]
     sums = tf.reduce_sum(values, positions), tf.reduce_sum(values**2, positions)
@@ -102,10 +96,10 @@ def _by_joint_batch(layer: Any, inputs: tf.Tensor, scale: tf.Tensor, offset: tf.
                 reserve_space_3=tf.zeros([0]), epsilon=layer.epsilon, is_training=False,
             )  # fmt: skip
             factor = scale * tf.math.rsqrt(variance + layer.epsilon) / number
-            slope, constant = (factor * one for one in over_replicas(own.scale_backprop, own.offset_backprop))
+            slope, constant = (factor * total for total in over_replicas(own.scale_backprop, own.offset_backprop))
             through_statistics = _with_statistics(layer, inputs, slope, constant, mean, variance)
-            found = own.x_backprop - through_statistics, own.scale_backprop, own.offset_backprop
-            return [tf.raw_ops.PreventGradient(input=one, message=_SECOND) for one in found]
+            gradients = own.x_backprop - through_statistics, own.scale_backprop, own.offset_backprop
+            return [tf.raw_ops.PreventGradient(input=result, message=_NO_SECOND_DERIVATIVE) for result in gradients]
 
         return _with_statistics(layer, inputs, scale, offset, mean, variance), gradient
 

@@ -1,7 +1,7 @@
-"""Updates of weights by one operation of TensorFlow each, where it computes the formula of Keras' optimizer.
+"""Update weights with one operation of TensorFlow each, if it computes the formula of Keras' optimizer.
 
-Keras' Adam reads and writes memory in about ten operations a weight, `ResourceApplyAdam` in one. Nadam, Lion, Adafactor
-and others have no kernel with Keras' formula.
+Keras' Adam takes about ten operations per weight, `ResourceApplyAdam` one. Nadam, Lion, Adafactor and others have no
+kernel with Keras' formula.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import host_sizes
-from tfpar._compat.optimizers import keras_slot_memory
+from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import tf_variables
 from tfpar.kernels import row_updates
 
-# The classes of Keras that have an `update_step` of their own to replace.
+# The optimizer classes that define an `update_step` to replace.
 REPLACED = (
     keras.optimizers.SGD,
     keras.optimizers.Adam,
@@ -31,8 +31,8 @@ REPLACED = (
     keras.optimizers.Ftrl,
     keras.optimizers.Adamax,
 )
-_TYPES = (tf.float32, tf.float64)  # half types lose the digits of 1 - 0.999 in the kernels, and are slower on CPUs
-# The kernels compute 1 - rate in the type of the weight: 0.001 has a relative error of 1.3e-5 in float32.
+_TYPES = (tf.float32, tf.float64)  # in half precision the kernels lose the digits of 1 - 0.999, and CPUs are slower
+# The kernels compute 1 - decay in the dtype of the weight: 0.001 has a relative error of 1.3e-5 in float32.
 _EXACT = 1e-6
 
 
@@ -41,14 +41,13 @@ class Kernel:
     """An operation that updates a weight.
 
     Attributes:
-        run: Takes handles, numbers and `grad`, by the names of the operation's arguments.
-        slots: The kind of slots of each argument.
-        numbers: Hyperparameters by argument, which Keras takes as they are.
-        decays: Those of them, or others, that the operation subtracts from 1.
-        powers: Hyperparameters to the power of the step, by argument; Keras casts them, through float32.
-        adjust: Changes tensors before the operation; takes the tensors by argument, and the step.
-        by_rows: Takes `run`, a sparse gradient and the shape of the weight, and returns what runs in its place and the
-            tensor that it takes as `grad`; None where Keras' own update stays.
+        run: The operation; takes handles, numbers and `grad` as keyword arguments.
+        slots: The optimizer slot for each argument.
+        numbers: The hyperparameter for each argument.
+        decays: Hyperparameters that the operation subtracts from 1.
+        powers: Hyperparameters that are raised to the power of the step, which Keras casts through float32.
+        adjust: Changes the tensors, by argument, before the operation; takes the step too.
+        by_rows: Converts `run` and a sparse gradient, see `row_updates`; None if Keras' own update must run.
     """
 
     run: Callable[..., Any]
@@ -61,13 +60,13 @@ class Kernel:
 
 
 def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
-    """Update a weight with one operation, if there is one that computes what Keras does; return whether.
+    """Update a weight with one operation; return False if none computes what Keras does.
 
     Args:
-        optimizer: A built optimizer of Keras.
-        gradient: Of the weight, dense or sparse.
+        optimizer: A built Keras optimizer.
+        gradient: The dense or sparse gradient.
         variable: The memory of the weight.
-        learning_rate: Of this update.
+        learning_rate: The learning rate of this update.
     """
     find = _KERNELS.get(type(optimizer))
     if find is None or variable.dtype not in _TYPES or not _has_shape(gradient, variable.shape):
@@ -75,7 +74,7 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
     kernel = find(optimizer, variable.dtype)
     if kernel is None or not _suits(kernel, variable.dtype):
         return False
-    handles = keras_slot_memory.handles(optimizer, variable, list(kernel.slots.values()))
+    handles = keras_optimizer.resource_handles(optimizer, variable, list(kernel.slots.values()))
     if handles is None:
         return False
     run, gradient = kernel.run, tf.cast(gradient, variable.dtype)
@@ -89,14 +88,14 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
 
 
 def _has_shape(gradient: Any, shape: tf.TensorShape) -> bool:
-    """Return whether a gradient has the shape of its weight; Keras broadcasts others."""
+    """Return whether a gradient has the shape of its weight; Keras would broadcast another."""
     if isinstance(gradient, tf.IndexedSlices):
         return bool(gradient.values.shape[1:].is_compatible_with(shape[1:]))
     return isinstance(gradient, tf.Tensor) and bool(gradient.shape.is_compatible_with(shape))
 
 
 def _suits(kernel: Kernel, dtype: tf.DType) -> bool:
-    """Return whether hyperparameters are numbers, and what the operation subtracts from 1 keeps its digits."""
+    """Return whether all hyperparameters are numbers, and `1 - decay` keeps its digits."""
     values = (*kernel.numbers.values(), *kernel.powers.values(), *kernel.decays)
     if not all(_is_number(value) for value in values):
         return False
@@ -108,13 +107,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _complement_error(decay: float, dtype: tf.DType) -> float:
-    """Return the relative error of `1 - decay` in a type."""
+    """Return the relative error of `1 - decay` in a dtype."""
     number = dtype.as_numpy_dtype
     return 0.0 if decay == 1 else float(number(1) - number(decay)) / (1 - decay) - 1
 
 
 def _tensors(kernel: Kernel, optimizer: Any, gradient: tf.Tensor, rate: Any) -> dict[str, Any]:
-    """Return the inputs of an operation other than memory, with the values that Keras gives to them."""
+    """Return the inputs of an operation except memory, with the values that Keras computes."""
     dtype = gradient.dtype
     step = keras.ops.cast(optimizer.iterations + 1, dtype) if kernel.powers else None
     tensors = {name: tf.constant(value, dtype) for name, value in kernel.numbers.items()}
@@ -145,7 +144,7 @@ def _adam(optimizer: Any, dtype: tf.DType) -> Kernel | None:
         run, slots = tf.raw_ops.ResourceApplyAdamWithAmsgrad, slots | {"vhat": "velocity_hats"}
     numbers = {"beta1": optimizer.beta_1, "beta2": optimizer.beta_2, "epsilon": optimizer.epsilon}
     powers = {"beta1_power": optimizer.beta_1, "beta2_power": optimizer.beta_2}
-    by_rows = functools.partial(row_updates.of_adam, beta_1=optimizer.beta_1) if optimizer.beta_1 else None
+    by_rows = functools.partial(row_updates.adam, beta_1=optimizer.beta_1) if optimizer.beta_1 else None
     kernel = Kernel(run, slots, numbers, (optimizer.beta_1, optimizer.beta_2), powers, by_rows=by_rows)
     error = _complement_error(optimizer.beta_2, dtype)
     if _EXACT < abs(error) <= 2e-5:
@@ -154,20 +153,19 @@ def _adam(optimizer: Any, dtype: tf.DType) -> Kernel | None:
 
 
 def _exact_squares(beta_2: float, error: float) -> Callable[[dict[str, Any], tf.Tensor], None]:
-    r"""Return an adjustment of Adam's inputs for `1 - beta_2`, which the kernel rounds to `c'`, Keras to `c`.
+    r"""Return an adjustment of Adam's inputs for `1 - beta_2`, which is `c` in Keras and rounded to `c'` in the kernel.
 
-    The gradient times $\sqrt{c / c'}$ adds Keras' squares to the velocities, and the momentum has that factor too: a
-    relative 6e-6 for 0.999. The velocities shrink by `c'` a step, so that the root of what they have of a constant
-    gradient after `t` steps is that factor times $\sqrt{(1 - (1 - c')^t) / (1 - (1 - c)^t)}$ too large, up to the
-    change of the rate below.
+    The gradient times $\sqrt{c / c'}$ adds Keras' squares to the velocities; the momentum gets this factor too, for
+    0.999 a relative error of 6e-6. The velocities shrink by `c'` per step, so that for a constant gradient their root
+    after `t` steps is too large by $\sqrt{(1 - (1 - c')^t) / (1 - (1 - c)^t)}$, which the learning rate corrects.
     """
     own = 1 - beta_2
     rounded = own * (1 + error)
 
     def adjust(tensors: dict[str, Any], step: tf.Tensor) -> None:
-        part, part_of_keras = (tf.math.expm1(step * math.log1p(-shrinking)) for shrinking in (rounded, own))
+        share, share_in_keras = (tf.math.expm1(step * math.log1p(-shrinking)) for shrinking in (rounded, own))
         tensors["grad"] *= np.sqrt(own / rounded).astype(tensors["grad"].dtype.as_numpy_dtype)
-        tensors["lr"] *= tf.sqrt(part / part_of_keras)
+        tensors["lr"] *= tf.sqrt(share / share_in_keras)
 
     return adjust
 
@@ -181,13 +179,13 @@ def _rmsprop(optimizer: Any, dtype: tf.DType) -> Kernel | None:
     numbers = {"rho": optimizer.rho, "momentum": optimizer.momentum, "epsilon": optimizer.epsilon}
     if optimizer.momentum > 0:
         return Kernel(run, slots | {"mom": "momentums"}, numbers, (optimizer.rho,))
-    by_rows = None if optimizer.centered else functools.partial(row_updates.of_rmsprop, rho=optimizer.rho)
-    run = functools.partial(_with_passing_momentum, run)
+    by_rows = None if optimizer.centered else functools.partial(row_updates.rmsprop, rho=optimizer.rho)
+    run = functools.partial(_with_temporary_momentum, run)
     return Kernel(run, slots, numbers, (optimizer.rho,), by_rows=by_rows)
 
 
-def _with_passing_momentum(run: Callable[..., Any], **inputs: Any) -> None:
-    """Run an operation with a slot for a momentum of 0, which Keras has not: it has memory for this time alone."""
+def _with_temporary_momentum(run: Callable[..., Any], **inputs: Any) -> None:
+    """Run an operation with a temporary momentum slot, which Keras does not have for a momentum of 0."""
     gradient = inputs["grad"]
     slot = tf_variables.anonymous_handle(gradient.dtype, gradient.shape)
     tf.raw_ops.AssignVariableOp(resource=slot, value=tf.zeros_like(gradient))
@@ -195,11 +193,11 @@ def _with_passing_momentum(run: Callable[..., Any], **inputs: Any) -> None:
 
 
 def _adagrad(optimizer: Any, dtype: tf.DType) -> Kernel | None:
-    """Return the kernel where it does not matter that Keras adds epsilon within the root: 5e-7 at its defaults."""
+    """Return the kernel if Keras' epsilon inside the root is negligible, as at its defaults: 5e-7."""
     epsilon, least = optimizer.epsilon, optimizer.initial_accumulator_value
     if dtype != tf.float32 or not (_is_number(epsilon) and _is_number(least)) or not 0 <= epsilon <= 2 * least * _EXACT:
         return None
-    by_rows = functools.partial(row_updates.of_adagrad, epsilon=epsilon)
+    by_rows = functools.partial(row_updates.adagrad, epsilon=epsilon)
     return Kernel(tf.raw_ops.ResourceApplyAdagrad, {"accum": "accumulators"}, by_rows=by_rows)
 
 

@@ -1,4 +1,4 @@
-"""The methods of Keras that fused kernels replace while a step is traced."""
+"""Patch the methods of Keras that fused kernels replace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OWN_CALL = keras.layers.BatchNormalization.call
 
 @contextlib.contextmanager
 def fused() -> Iterator[None]:
-    """Compute updates of weights and batch normalizations with one operation each inside this context.
+    """Compute each weight update and each batch normalization with one operation in this context.
 
-    What TensorFlow has no operation for stays as Keras has it: a class of a user's own, weights that are neither
-    float32 nor float64, masked batch normalization.
+    Keras' own code runs where TensorFlow has no such operation: for custom classes, for weights other than float32 and
+    float64, and for masked batch normalization.
 
     Example:
         >>> weight, optimizer = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
@@ -38,7 +38,7 @@ def fused() -> Iterator[None]:
 
 
 def _normalize(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-    """Do what BatchNormalization does, with its arguments, by which Keras calls a layer."""
+    """Replace `BatchNormalization.call`, with its argument names, by which Keras calls a layer."""
     if batch_normalization.suits(self, inputs, mask):
         outputs = batch_normalization.normalized(self, inputs, bool(training and self.trainable))
         if outputs is not None:
@@ -46,11 +46,11 @@ def _normalize(self: Any, inputs: Any, training: Any = None, mask: Any = None) -
     return _OWN_CALL(self, inputs, training=training, mask=mask)
 
 
-def _replacing(own: Any) -> Any:
-    """Return the method that updates a weight with one operation, or else as before."""
+def _replacing(original: Any) -> Any:
+    """Return an `update_step` that updates a weight with one operation, or else calls the original."""
 
     def update_step(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
         if not optimizer_updates.update(optimizer, gradient, variable, learning_rate):
-            own(optimizer, gradient, variable, learning_rate)
+            original(optimizer, gradient, variable, learning_rate)
 
     return update_step

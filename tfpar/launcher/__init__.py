@@ -1,17 +1,16 @@
-"""The launcher: it starts the workers of a job on this machine, and restarts them after a failure; Linux only.
+"""The launcher: starts the workers of a job on this machine and restarts them after a failure. Linux only.
 
-    job                starts and restarts, and the report at the end
-    worker_group       the workers of one start
-    worker             one process: its environment, its cores, its two streams
-    reserved_ports     ports that no other program gets before the workers listen
-    hosts              the workers of one host in a job over several hosts
+    job                restarts, exit code, final report
+    worker_group       the worker processes of one attempt
+    worker             one worker process: environment, cores, output streams
+    reserved_ports     ports reserved until the workers listen on them
+    hosts              this host's workers in a job over several hosts
     gpu_division       the GPUs of each worker
-    line_splitter      a stream of bytes, split into lines
     log_output         non-blocking output of the workers' lines
-    stop_signals       the signals that stop the job
+    stop_signals       signals that stop the job
     manifests          batch scripts and manifests for clusters
 
-It imports no TensorFlow.
+It does not import TensorFlow.
 """
 
 from tfpar.launcher.job import Job, launch

@@ -1,11 +1,11 @@
-"""The workers of a job over several hosts, each with a launcher of its own.
+"""Jobs over several hosts, each with its own launcher.
 
     python -m tfpar.launch --num_workers 4 --hosts 10.0.0.1,10.0.0.2 -- --config run.toml     the same on both hosts
 
     10.0.0.1   launcher ─┬─ worker 0, 10.0.0.1:20200          10.0.0.2   launcher ─┬─ worker 2, 10.0.0.2:20200
                          └─ worker 1, 10.0.0.1:20201                               └─ worker 3, 10.0.0.2:20201
 
-After a failure every launcher restarts its workers, and they wait for those of the other hosts in the rendezvous.
+After a failure, every launcher restarts its workers, which wait for those of the other hosts in the rendezvous.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class HostPlan:
     """The workers of one host in a job over several hosts.
 
     Args:
-        addresses: `host:port` of every worker of the job, in the order of ranks.
-        first_rank: The rank of the first worker of this host.
-        num_local: The number of workers of this host.
+        addresses: `host:port` of each worker of the job, in rank order.
+        first_rank: The rank of this host's first worker.
+        num_local: Number of workers on this host.
     """
 
     addresses: tuple[str, ...]
@@ -37,23 +37,23 @@ class HostPlan:
     num_local: int
 
     def line(self) -> str:
-        """Return the plan in one line."""
+        """Return the plan as a sentence."""
         last = self.first_rank + self.num_local - 1
         these = f"worker {last}" if self.num_local == 1 else f"workers {self.first_rank} to {last}"
         return f"This host starts {these} of {len(self.addresses)}, from {self.addresses[self.first_rank]}."
 
 
 def plan(hosts: str, host: int | None, num_workers: int, port: int) -> HostPlan:
-    """Return the workers of this host.
+    """Plan the workers of this host.
 
     Args:
         hosts: Names or addresses of all hosts, separated by commas, in the same order on every host.
-        host: The number of this host, from 0; None to find the one with an address of this machine.
-        num_workers: Number of workers of the job; every host starts an equal part.
-        port: The port of the first worker of each host; the others have the next ones.
+        host: The index of this host. None finds the host whose address is local.
+        num_workers: Number of workers in the job, a multiple of the number of hosts.
+        port: The port of the first worker of each host; its other workers use the following ports.
 
     Raises:
-        ValueError: If the hosts cannot share the workers, or this machine is none or several of them.
+        ValueError: If the workers cannot be divided equally, or not exactly one host is this machine.
 
     Example:
         >>> plan("a,b", 1, 4, 20200)
@@ -72,29 +72,29 @@ def plan(hosts: str, host: int | None, num_workers: int, port: int) -> HostPlan:
     num_local = num_workers // len(names)
     if not 1024 <= port <= _LAST_PORT - num_local + 1:
         raise ValueError(f"--port must be from 1024 to {_LAST_PORT - num_local + 1}, received {port}.")
-    number = _number_of_this(names) if host is None else host
+    number = _local_host(names) if host is None else host
     if not 0 <= number < len(names):
         raise ValueError(f"--host must be from 0 to {len(names) - 1} for {len(names)} hosts, received {number}.")
     addresses = tuple(f"{name}:{port + local}" for name in names for local in range(num_local))
     return HostPlan(addresses, number * num_local, num_local)
 
 
-def _number_of_this(names: Sequence[str]) -> int:
-    here = [number for number, name in enumerate(names) if _is_here(name)]
-    if len(here) == 1:
-        return here[0]
-    those = "none" if not here else " and ".join(names[number] for number in here[:3])
+def _local_host(names: Sequence[str]) -> int:
+    local = [number for number, name in enumerate(names) if _is_local(name)]
+    if len(local) == 1:
+        return local[0]
+    those = "none" if not local else " and ".join(names[number] for number in local[:3])
     raise ValueError(
         f"One of --hosts must be this machine, {socket.gethostname()}, and {excerpt(those, 100)} of "
-        f"{excerpt(', '.join(names), 100)} has an address of it. Say the number of this host, from 0, with --host."
+        f"{excerpt(', '.join(names), 100)} has a local address. Set --host to the index of this host, from 0."
     )
 
 
-def _is_here(name: str) -> bool:
-    """Return whether a host has an address of this machine: the system binds no other."""
+def _is_local(name: str) -> bool:
+    """Return whether a host is this machine: a socket can be bound only to a local address."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, address in socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as one:
-                one.bind(address)
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
                 return True
     return False

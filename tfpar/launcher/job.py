@@ -1,4 +1,4 @@
-"""The workers of a job on this machine: its restarts, its exit code, and the report at the end."""
+"""A job on this machine: restarts, exit code and final report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker_group import WorkerGroup
 
-_LONG_SECONDS = 30.0  # a worker group that ran this long did not fail at its start
+_LONG_SECONDS = 30.0  # workers that ran this long did not fail at startup
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
 
 
@@ -25,12 +25,12 @@ class Job:
 
     Args:
         command: The command of every worker.
-        num_workers: Number of workers of this host, at least 1.
-        cores_per_worker: Cores of each worker, at least 1; if there are too few, all workers share all cores.
-        max_restarts: Number of restarts of all workers after a failure; none after exit code 2, a usage error.
-        grace_seconds: Time between the request to stop and SIGKILL.
-        gpus: The GPUs of each worker; None leaves the workers' environment as it is.
-        hosts: The workers of this host in a job over several hosts; None for a job on this machine.
+        num_workers: Number of workers on this host, at least 1.
+        cores_per_worker: Number of cores per worker, at least 1. If there are too few, all workers share all cores.
+        max_restarts: How often to restart all workers after a failure. Exit code 2, a usage error, is final.
+        grace_seconds: Seconds between the request to stop and SIGKILL.
+        gpus: The GPUs of each worker; None leaves their environment unchanged.
+        hosts: This host's workers in a job over several hosts; None for a job on this machine.
 
     Example:
         >>> Job(["python", "-m", "tfpar.train"], num_workers=2, cores_per_worker=1).max_restarts
@@ -47,14 +47,14 @@ class Job:
 
 
 def launch(job: Job) -> int:
-    """Run a job to its end, with the standard output and error of this process. Only for the main thread.
+    """Run a job to its end. Call it from the main thread.
 
     Args:
         job: The job.
 
     Returns:
-        The exit code: 0, or that of the worker that failed first (128 + n if signal n killed it), or 128 + n if
-        signal n stopped the job (SIGPIPE if the reader of the output is gone).
+        0, or the exit code of the worker that failed first (128 + n if signal n killed it), or 128 + n if signal n
+        stopped the job (SIGPIPE if the reader of the output is gone).
 
     Raises:
         OSError: If a worker cannot be started.
@@ -84,10 +84,7 @@ def launch(job: Job) -> int:
 
 
 def exit_code(code: int) -> int:
-    """Return the exit code of a process as shells report it.
-
-    Args:
-        code: The exit code as Python reports it: -n for signal n.
+    """Convert an exit code from Python's convention (-n for signal n) to that of shells (128 + n).
 
     Example:
         >>> exit_code(-9)
@@ -97,10 +94,10 @@ def exit_code(code: int) -> int:
 
 
 def pause_seconds(short_starts: int) -> float:
-    """Return the pause before a restart in seconds.
+    """Return the pause before a restart, in seconds.
 
     Args:
-        short_starts: Number of consecutive starts that failed within 30 seconds.
+        short_starts: Number of consecutive attempts that failed within 30 seconds.
 
     Example:
         >>> [pause_seconds(count) for count in (0, 1, 2, 3, 100)]
@@ -112,7 +109,7 @@ def pause_seconds(short_starts: int) -> float:
 
 
 def _run_with_restarts(job: Job, outputs: Outputs, signals: StopSignals) -> WorkerGroup:
-    """Start and restart the workers until success, a stop signal, or the last restart; return the last group."""
+    """Run the workers until success, a stop signal, or the last restart; return the last attempt."""
     restarts = short_starts = 0
     while True:
         began_seconds = time.monotonic()

@@ -1,4 +1,4 @@
-"""The output of the workers, each line with its rank; a slow reader does not block the launcher."""
+"""The output of the workers, each line prefixed with its rank. A slow reader does not block the launcher."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import OutputStream, Worker
 from tfpar.messages import tensorflow_log
 
-_PENDING_BYTES = 1 << 20  # buffered for a slow reader before workers must wait
+_PENDING_BYTES = 1 << 20  # buffered for a slow reader before workers wait
 SECONDS_FOR_SLOW_READER = 1.0
 
 
 class Sink:
     """Standard output or error of the launcher.
 
-    Lines are buffered and written as fast as the reader reads them. So a paused pager does not block the launcher,
-    which must handle its signals and workers.
+    Lines are buffered and written as fast as the reader accepts them, so that a paused pager does not keep the launcher
+    from handling signals and workers.
 
     Args:
         descriptor: The file descriptor to write to.
@@ -49,9 +49,9 @@ class Sink:
         return len(self._pending) > _PENDING_BYTES
 
     def write_line(self, line: bytes) -> None:
-        """Buffer a line, given without its end; after a failed write, lines are dropped."""
+        """Buffer a line without its line end; it is dropped if a write has failed before."""
         if not self.is_broken:
-            # On a terminal this line may show the chief's progress bar, which is drawn again below.
+            # On a terminal, this line may show the chief's progress bar, which is drawn again below.
             start = b"\r\x1b[K" if self.is_terminal else b""
             self._pending += start + line + b"\n"
 
@@ -70,7 +70,7 @@ class Sink:
         except BlockingIOError:
             pass  # another process has filled the pipe
         except OSError as error:
-            # A full disk does not stop the job; the end of the reader does.
+            # A full disk does not stop the job; losing the reader does.
             self._break(is_unread=error.errno != errno.ENOSPC)
 
     def _break(self, is_unread: bool) -> None:
@@ -79,7 +79,7 @@ class Sink:
 
 
 class Outputs:
-    """Standard output and error of the launcher together; lines of workers begin with their rank.
+    """Standard output and error of the launcher.
 
     Args:
         signals: Receives SIGPIPE if the reader is gone.
@@ -100,9 +100,9 @@ class Outputs:
         return any(sink.is_full for sink in self._sinks)
 
     def take(self, worker: Worker, stream: OutputStream, lines: Sequence[bytes]) -> None:
-        """Write lines of a worker, and keep the last ones for the summary."""
+        """Write the lines of a worker, prefixed with its rank, and keep the last ones for the summary."""
         if stream.is_error and not tensorflow_log.wants_all(os.environ):
-            # Messages from before the worker imports tfpar, which suppresses the later ones.
+            # Messages from before the worker imports tfpar, which suppresses later ones.
             lines = [line for line in lines if not tensorflow_log.is_startup_message(line.decode(errors="replace"))]
         worker.tail.extend(lines)
         sink = self._error if stream.is_error else self._out
@@ -114,7 +114,7 @@ class Outputs:
         self._error.write_line(f"[launch] {line}".encode())
 
     def register(self, poll: select.poll) -> None:
-        """Register the descriptors with a poll, to wait until one is writable or its reader is gone."""
+        """Register the descriptors with a poll for writing and for errors."""
         for sink in self._sinks:
             if not sink.is_broken:  # without an event, poll still reports errors
                 poll.register(sink.descriptor, 0 if sink.is_empty else select.POLLOUT)
@@ -123,7 +123,7 @@ class Outputs:
         """Write as much as the descriptors accept without blocking.
 
         Args:
-            ready: The result of the poll: events by file descriptor.
+            ready: The result of `poll`: events by file descriptor.
         """
         for sink in self._sinks:
             was_broken = sink.is_broken
@@ -134,17 +134,17 @@ class Outputs:
                 self.say("The disk below standard output or error is full: the job continues, and its lines are lost.")
 
     def write_rest(self) -> None:
-        """Write all buffered lines without a time limit, or for a second after a stop signal."""
-        asked_seconds = None
+        """Write all buffered lines, without a time limit or, after a stop signal, for at most a second."""
+        stopped_seconds = None
         while any(not sink.is_empty for sink in self._sinks):
             if self._signals.stop is not None:
-                asked_seconds = asked_seconds or time.monotonic()
-                if time.monotonic() > asked_seconds + SECONDS_FOR_SLOW_READER:
+                stopped_seconds = stopped_seconds or time.monotonic()
+                if time.monotonic() > stopped_seconds + SECONDS_FOR_SLOW_READER:
                     return
             poll = select.poll()
             poll.register(self._signals, select.POLLIN)
             self.register(poll)
-            ready = dict(poll.poll(None if asked_seconds is None else SECONDS_FOR_SLOW_READER * 1000))
+            ready = dict(poll.poll(None if stopped_seconds is None else SECONDS_FOR_SLOW_READER * 1000))
             if self._signals.fileno() in ready:
                 self._signals.read()
             self.write_some(ready)

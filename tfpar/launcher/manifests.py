@@ -1,7 +1,7 @@
-"""Files that start a job on a cluster: a batch script for Slurm, a TFJob manifest for Kubernetes.
+"""Templates that start a job on a cluster: a Slurm batch script and a Kubernetes TFJob manifest.
 
-`python -m tfpar.launch --print slurm|tfjob` prints them for the user to read and complete. Both systems stop a worker
-with SIGTERM: all workers save at the same step, and the job is later started again from that checkpoint.
+`python -m tfpar.launch --print slurm|tfjob` prints them for the user to complete. Both systems stop workers with
+SIGTERM: all workers save at the same step, and the next start resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from tfpar.cluster import job_secret, slurm
 from tfpar.launcher.worker import THREAD_SETTINGS
 
-# Between SIGTERM and the end: time for the step in progress and for a checkpoint of a large model.
+# Between SIGTERM and SIGKILL: time to finish the step and write the checkpoint of a large model.
 STOP_SECONDS = 120
 RESTARTS_A_WORKER = 10
-MAX_TURNS = 100  # of one Slurm job: srun reports the highest exit code only, so a 130 can hide an error
+MAX_TURNS = 100  # requeues of a Slurm job: srun reports the highest exit code only, so 130 can hide an error
 _FIRST_PORT = slurm.FIRST_PORT
 _LAST_PORT = slurm.FIRST_PORT + slurm.PORTS_A_STEP * slurm.NUM_SLOTS - 1
 
@@ -24,17 +24,14 @@ _LAST_PORT = slurm.FIRST_PORT + slurm.PORTS_A_STEP * slurm.NUM_SLOTS - 1
 def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int, gpus_per_worker: int = 0) -> str:
     """Return a batch script for `sbatch`, with one task per worker.
 
-    After preemption, the end of the time limit or the loss of a node the job is requeued, and resumes from its last
-    checkpoint. After a failure it is not requeued: it would fail again.
+    After preemption, a timeout or the loss of a node, the job is requeued and resumes from its last checkpoint. It is
+    not requeued after a failure, which would recur.
 
     Args:
         num_workers: Number of workers, at least 1.
-        command: The words of the command line of every worker.
-        cores_per_worker: Cores and threads of each worker, at least 1.
-        gpus_per_worker: GPUs of each worker; 0 for workers without GPUs.
-
-    Returns:
-        The script, which ends in a line break.
+        command: The command line of every worker, as words.
+        cores_per_worker: Number of cores and threads per worker, at least 1.
+        gpus_per_worker: Number of GPUs per worker.
 
     Raises:
         ValueError: If a number is below 1 or the command is empty.
@@ -45,15 +42,15 @@ def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int
     """
     _check(num_workers, command, cores_per_worker, gpus_per_worker)
     gpus = f"--gpus-per-task={gpus_per_worker}"
-    of_job = f"#SBATCH {gpus}" if gpus_per_worker else "# For GPU nodes, print this script with --gpus_per_worker."
-    in_step = f" {gpus}" if gpus_per_worker else ""
+    directive = f"#SBATCH {gpus}" if gpus_per_worker else "# For GPU nodes, print this script with --gpus_per_worker."
+    srun_option = f" {gpus}" if gpus_per_worker else ""
     return f"""#!/bin/bash
 # Submit with sbatch, in the environment to train in, from a folder that all nodes see: its runs/ has the checkpoints.
 
 #SBATCH --job-name=tfpar
 #SBATCH --ntasks={num_workers}
 #SBATCH --cpus-per-task={cores_per_worker}
-{of_job}
+{directive}
 # FILL IN: a time limit that your partition allows. At its end the job saves, is requeued and resumes.
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@{STOP_SECONDS}
@@ -69,7 +66,7 @@ export {job_secret.VARIABLE}="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
 #   nft add rule inet filter input tcp dport {_FIRST_PORT}-{_LAST_PORT} ip saddr != 10.0.0.0/16 drop
 
 # tfpar reads the addresses of all workers from the variables of srun, which must number the tasks node by node.
-srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task={cores_per_worker}{in_step} --label \\
+srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task={cores_per_worker}{srun_option} --label \\
     {shlex.join(command)}
 code=$?
 
@@ -82,19 +79,16 @@ exit "$code"
 
 
 def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: int, gpus_per_worker: int = 0) -> str:
-    """Return a manifest for `kubectl apply`: a TFJob of Kubeflow's training operator, and its network policy.
+    """Return a manifest for `kubectl apply`: a TFJob of Kubeflow's training operator and its network policy.
 
-    The chief has its own replica type because it alone reads and writes the run directory: a volume that only one node
-    can mount is enough. After a failure or eviction of one worker the others fail too, and all containers restart.
+    The chief is a separate replica type because it alone accesses the run directory, so that a volume mounted by a
+    single node suffices. If one worker fails or is evicted, the others fail too, and all containers restart.
 
     Args:
-        num_workers: Number of workers, the chief included, at least 1.
-        command: The words of the command line of every worker.
-        cores_per_worker: Cores and threads of each worker, at least 1.
-        gpus_per_worker: GPUs of each worker; 0 for workers without GPUs.
-
-    Returns:
-        The YAML, which ends in a line break.
+        num_workers: Number of workers including the chief, at least 1.
+        command: The command line of every worker, as words.
+        cores_per_worker: Number of cores and threads per worker, at least 1.
+        gpus_per_worker: Number of GPUs per worker.
 
     Raises:
         ValueError: If a number is below 1 or the command is empty.
@@ -158,11 +152,11 @@ def _replicas(count: int) -> str:
 
 
 def _pod(command: Sequence[str], cores: int, gpus: int) -> str:
-    # A request for GPUs is their limit, by Kubernetes' rule.
+    # Kubernetes requires GPU requests to equal GPU limits.
     limit = (
         f', nvidia.com/gpu: "{gpus}"}}  # FILL IN the memory' if gpus else "}  # FILL IN; --gpus_per_worker adds GPUs"
     )
-    # Kubernetes replaces $(NAME) in a command by a variable, and writes $$( for a plain one.
+    # Kubernetes expands $(NAME) in commands; $$( is a literal $(.
     words = (json.dumps(word.replace("$(", "$$("), ensure_ascii=False) for word in command)
     return f"""\
       template:

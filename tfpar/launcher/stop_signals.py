@@ -1,4 +1,4 @@
-"""The signals that stop the job."""
+"""Signals that stop the job."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 import time
 from types import TracebackType
 
-# `timeout` and similar commands send one signal twice; a second Ctrl-C of a person comes later.
+# `timeout` and similar commands send a signal twice at once; a person's second Ctrl-C comes later.
 SECONDS_TO_ASK_AGAIN = 0.5
 
 
 class StopSignals:
-    """Receives SIGINT, SIGTERM, and SIGHUP of a closed terminal; an ignored signal (`nohup`) stays ignored.
+    """Receive SIGINT, SIGTERM and SIGHUP through a file descriptor; ignored signals (`nohup`) stay ignored.
 
-    They arrive through a file descriptor, so that one `poll` waits for signals, workers and output.
+    So a single `poll` can wait for signals, workers and output.
 
     Example:
         >>> with StopSignals() as signals:
@@ -26,7 +26,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.stop: int | None = None  # the first signal
         self.at_once = False
-        self._asked_seconds = 0.0
+        self._stop_seconds = 0.0
 
     def __enter__(self) -> StopSignals:
         self._source, self._wakeup = socket.socketpair()
@@ -61,13 +61,9 @@ class StopSignals:
                 self.note(number)
 
     def note(self, number: int) -> None:
-        """Record one signal: the first stops the job, a later SIGINT kills it at once.
-
-        Args:
-            number: The signal; SIGPIPE if the reader of the output is gone.
-        """
+        """Record a signal: the first stops the job, a later SIGINT kills it at once."""
         now_seconds = time.monotonic()
         if self.stop is None:
-            self.stop, self._asked_seconds = number, now_seconds
-        elif number == signal.SIGINT and now_seconds > self._asked_seconds + SECONDS_TO_ASK_AGAIN:
+            self.stop, self._stop_seconds = number, now_seconds
+        elif number == signal.SIGINT and now_seconds > self._stop_seconds + SECONDS_TO_ASK_AGAIN:
             self.at_once = True

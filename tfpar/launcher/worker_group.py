@@ -1,4 +1,4 @@
-"""The workers of one start until the last has ended: the first failure, and the end of the other workers."""
+"""The worker processes of one attempt: the first failure, and the end of the others."""
 
 from __future__ import annotations
 
@@ -15,23 +15,14 @@ from tfpar.launcher.hosts import HostPlan
 from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.reserved_ports import ReservedPorts
 from tfpar.launcher.stop_signals import StopSignals
-from tfpar.launcher.worker import OutputStream, Worker, cores_of, environment_of
+from tfpar.launcher.worker import OutputStream, Worker, worker_cores, worker_environment
 
-# A worker that lost its peer cannot write a checkpoint: it only prints its error.
+# A worker that lost a peer cannot write a checkpoint: it only prints its error.
 SECONDS_AFTER_FAILURE = 5.0
 
 
 class WorkerGroup:
-    """The workers of one start.
-
-    Args:
-        command: The command of every worker.
-        num_workers: Number of workers of this host.
-        cores_per_worker: Cores of each worker.
-        grace_seconds: Time between the request to stop and SIGKILL.
-        gpus: The GPUs of each worker; None for a job without GPUs.
-        hosts: The workers of this host in a job over several hosts; None for a job on this machine.
-    """
+    """The worker processes of one attempt; the arguments are those of `Job`."""
 
     def __init__(
         self,
@@ -46,14 +37,14 @@ class WorkerGroup:
         self._command, self._num_workers, self._cores_per_worker = command, num_workers, cores_per_worker
         self._grace_seconds, self._gpus, self._hosts = grace_seconds, gpus, hosts
         self._workers: list[Worker] = []
-        self._stopped: list[int] = []  # ranks of workers in state T at the first failure
-        self._ended: list[int] = []  # ranks of workers that had ended before it, with exit code 0
+        self._suspended: list[int] = []  # ranks of workers in state T at the first failure
+        self._ended: list[int] = []  # ranks of workers that had exited with code 0 before it
         self._is_stopping = False
         self._has_killed = False
         self._kill_at_seconds: float | None = None  # of time.monotonic
 
     def run(self, outputs: Outputs, signals: StopSignals) -> None:
-        """Start the workers and wait until all have ended; after an error, no worker is left running.
+        """Run the workers until all have ended; after an error, none is left running.
 
         Args:
             outputs: Receives the lines of the workers.
@@ -80,28 +71,28 @@ class WorkerGroup:
     def cause(self) -> str:
         """Return the first failure as a clause."""
         assert self.failed is not None
-        if self.failed.code == INTERRUPTED:  # all save and end together: which worker got the signal is unknown
+        if self.failed.code == INTERRUPTED:  # all save and end together; which one got the signal is unknown
             return f"a worker was asked to stop, and all workers stopped with a checkpoint (exit code {INTERRUPTED})"
-        stopped, ended = (" and ".join(f"worker {rank}" for rank in ranks) for ranks in (self._stopped, self._ended))
+        stopped, ended = (" and ".join(f"worker {rank}" for rank in ranks) for ranks in (self._suspended, self._ended))
         while_stopped = f" while {stopped} was suspended (state T, as after SIGSTOP)" if stopped else ""
         after_end = f" after {ended} had ended with exit code 0" if ended else ""
         return f"worker {self.failed.rank} {_ending(self.failed.code)}{while_stopped}{after_end}"
 
     def summary(self) -> list[str]:
-        """Return the report: the worker that failed first, and the end of its output."""
+        """Return the report: the worker that failed first and the end of its output."""
         assert self.failed is not None
         if self.failed.code == INTERRUPTED:
             return [f"The job ended early: {self.cause()}. The same command resumes it."]
         tail = self.failed.tail
         lines = [f"The job failed: {self.cause()}. It was the first to fail."]
-        if self._stopped:
+        if self._suspended:
             lines.append("Look first at the suspended worker: the others fail because they wait for it.")
         if self._ended:
             lines.append("A worker that ends early, as by sys.exit(0) in a callback, lets the others wait in vain.")
         return [*lines, _heading_of_tail(self.failed), *(f"  {line.decode(errors='replace')}" for line in tail)]
 
     def endings(self) -> str:
-        """Return a sentence about the ends of the workers after a request to stop."""
+        """Return a sentence about how the workers ended after a request to stop."""
         lost = [worker for worker in self._workers if worker.code not in (0, INTERRUPTED)]
         if not lost:
             return "All workers exited normally."
@@ -112,15 +103,15 @@ class WorkerGroup:
         addresses: Sequence[str]
         if self._hosts is None:
             addresses, secret, first_rank = ports.addresses, job_secret.new(), 0
-        else:  # a new secret would differ from that of the other hosts
+        else:  # a new secret would differ from the one on the other hosts
             addresses, secret, first_rank = self._hosts.addresses, "", self._hosts.first_rank
         for local in range(self._num_workers):
             rank = first_rank + local
             worker = Worker(
                 rank,
                 self._command,
-                environment_of(rank, addresses, self._cores_per_worker, secret, os.environ, self._gpus, first_rank),
-                cores_of(local, self._num_workers, self._cores_per_worker, available),
+                worker_environment(rank, addresses, self._cores_per_worker, secret, os.environ, self._gpus, first_rank),
+                worker_cores(local, self._num_workers, self._cores_per_worker, available),
                 keeps_terminal=rank == 0 and outputs.is_terminal,
             )
             self._workers.append(worker)
@@ -132,14 +123,14 @@ class WorkerGroup:
         return [(worker, stream) for worker in self._workers for stream in worker.streams if stream.is_open]
 
     def _wait(self, outputs: Outputs, signals: StopSignals) -> Mapping[int, int]:
-        """Wait for the next event or the time of SIGKILL; return the events by file descriptor."""
+        """Wait for the next event, at most until SIGKILL is due; return the events by file descriptor."""
         poll = select.poll()
         poll.register(signals, select.POLLIN)
         outputs.register(poll)
         for worker in self._running():
             poll.register(worker.end, select.POLLIN)
         for _, stream in self._open_streams():
-            # Workers that stop must not wait for a slow reader: they may have a checkpoint to write.
+            # Stopping workers must not wait for a slow reader: they may have to write a checkpoint.
             if self._is_stopping or not outputs.is_full:
                 poll.register(stream.descriptor, select.POLLIN)
         kill_at = self._kill_at_seconds
@@ -161,26 +152,26 @@ class WorkerGroup:
     def _reap(self, ended: Sequence[Worker], outputs: Outputs, signals: StopSignals) -> None:
         for worker in ended:
             worker.reap()
-            self._forward_rest(worker, outputs)  # its last lines tell whether it is the cause
+            self._forward_rest(worker, outputs)  # the last lines tell whether it is the cause
         failed = sorted((worker for worker in ended if worker.code != 0), key=_consequence_order)
         if not failed or signals.stop is not None:
             return
         if self.failed is None:
             self._record_first_failure(failed[0])
         elif failed[0].code == -signal.SIGKILL and not self._has_killed:
-            self.failed = failed[0]  # the others failed before the kernel had freed its memory
+            self.failed = failed[0]  # killed first, but reaped late: the kernel had to free its memory
         elif self.failed.misses_another and not self._has_killed:
-            self.failed = failed[0]  # the cause: all raise at the same time, and end in any order
+            self.failed = failed[0]  # the cause: all workers raise at once and end in any order
 
     def _record_first_failure(self, failed: Worker) -> None:
         """Record the first failure and stop the other workers."""
         self.failed = failed
-        self._stopped = [worker.rank for worker in self._running() if worker.is_stopped]
+        self._suspended = [worker.rank for worker in self._running() if worker.is_stopped]
         self._ended = [worker.rank for worker in self._workers if not worker.is_running and worker.code == 0]
         if failed.code == INTERRUPTED:
-            # The others save the same checkpoint and exit; another signal would interrupt the saving.
+            # The others save the same checkpoint and exit; a signal would interrupt the saving.
             self._stop([], self._grace_seconds)
-        elif failed.misses_another and not self._stopped:
+        elif failed.misses_another and not self._suspended:
             self._stop([], min(SECONDS_AFTER_FAILURE, self._grace_seconds))  # a signal would hide the cause
         else:
             self._stop(self._running(), min(SECONDS_AFTER_FAILURE, self._grace_seconds))
@@ -200,7 +191,7 @@ class WorkerGroup:
                 worker.kill()
 
     def _stop(self, workers: Sequence[Worker], seconds: float) -> None:
-        """Request workers to stop, and kill those that still run after some seconds."""
+        """Ask workers to stop, and schedule SIGKILL."""
         self._is_stopping = True
         self._kill_at_seconds = time.monotonic() + seconds
         for worker in workers:
@@ -208,9 +199,9 @@ class WorkerGroup:
 
 
 def _consequence_order(worker: Worker) -> int:
-    """Return a sort key for failures seen at the same moment: causes first, consequences of another failure last.
+    """Return a sort key for simultaneous failures: causes first, consequences last.
 
-    tfpar sends SIGKILL only after the grace period. TensorFlow aborts if a peer is missing.
+    tfpar sends SIGKILL only after the grace period, and TensorFlow aborts when it loses a peer.
     """
     if worker.code == -signal.SIGKILL:
         return 0
@@ -227,7 +218,7 @@ def _ending(code: int) -> str:
 
 
 def _heading_of_tail(worker: Worker) -> str:
-    """Return the line above the last lines of a worker; what it wrote to a terminal itself is not among them."""
+    """Return the line above a worker's last lines, which exclude what it wrote to the terminal itself."""
     number = len(worker.tail)
     if number == 0 and worker.keeps_terminal:
         return f"Worker {worker.rank} wrote nothing to standard error; its output is above."

@@ -1,4 +1,4 @@
-"""The callbacks of one call on each worker, and the batches after which they run."""
+"""The callbacks of a call: which of them run on a worker, and which need every batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
 
 def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = False) -> bool:
-    """Return whether a callback must be called after every single batch.
+    """Return whether a callback must be called after every batch, so that each call runs a single step.
 
-    An attribute `single_batches` of the callback decides. Without it, a callback of Keras needs single batches if its
-    frequency is in batches, and any other callback if it overrides a hook for batches.
+    The attribute `single_batches` of a callback decides. Without it, Keras' own callbacks need every batch if their
+    frequency is in batches, and others if they override a batch hook.
 
     Args:
         callback: Any Keras callback.
@@ -42,7 +42,7 @@ def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = Fal
     if not testing and _counts_batches(callback):
         return True
     hooks = _TEST_HOOKS if testing else _TRAIN_HOOKS
-    # LambdaCallback sets its hooks on the object; Keras' other callbacks allow several batches a call.
+    # LambdaCallback sets hooks on the instance; Keras' other callbacks allow several steps per call.
     if any(name in vars(callback) for name in hooks):
         return True
     if getattr(keras.callbacks, type(callback).__name__, None) is type(callback):
@@ -51,13 +51,10 @@ def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = Fal
 
 
 def writes_files(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback runs on the chief only, because all workers would write the same files.
+    """Return whether a callback writes files, and so runs on the chief only.
 
-    An attribute `chief_only` of the callback decides. Without it, Keras' callbacks that write files do. Callbacks
-    that control training, such as `EarlyStopping`, run on every worker.
-
-    Args:
-        callback: Any Keras callback.
+    The attribute `chief_only` of a callback decides; without it, Keras' callbacks that write files do. Callbacks that
+    control training, such as `EarlyStopping`, run on every worker.
 
     Example:
         >>> writes_files(keras.callbacks.CSVLogger("log.csv"))
@@ -67,44 +64,39 @@ def writes_files(callback: keras.callbacks.Callback) -> bool:
 
 
 def saves_models(callbacks: Any, divides_state: bool) -> bool:
-    """Return whether a callback of the chief saves models, and needs the optimizer's state that others hold for it.
+    """Return whether a callback saves models, for which the chief must collect sharded optimizer state.
 
     Args:
         callbacks: As for `callback_list`.
-        divides_state: Whether each worker holds only a part of the optimizer's state.
+        divides_state: Whether the optimizer state is sharded over workers.
 
     Raises:
-        ValueError: If one would need that state after each batch, or restores it on the chief alone.
+        ValueError: If a callback needs that state during an epoch, or restores it on the chief only.
     """
     if not divides_state or callbacks is None:
         return False
-    listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-    flat = keras.tree.flatten(listed)
+    flat = keras.tree.flatten(callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks)
     for callback in flat:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
-                "BackupAndRestore restores on the chief, and with shard='optimizer' each worker holds a part of the "
-                "optimizer's state. Use tfpar.Checkpoints."
+                "BackupAndRestore restores on the chief, and with shard='optimizer' each worker holds a shard of the "
+                "optimizer state. Use tfpar.Checkpoints."
             )
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise ValueError(
-                "With shard='optimizer' the chief collects the optimizer's state of all workers at the end of epochs, "
+                "With shard='optimizer' the chief collects the optimizer state of all workers at the end of epochs, "
                 f"received ModelCheckpoint(save_freq={callback.save_freq}). Use save_freq='epoch', or "
                 "tfpar.Checkpoints."
             )
     saves = any(isinstance(callback, keras.callbacks.ModelCheckpoint) for callback in flat)
-    if saves and any(isinstance(one, keras.callbacks.SwapEMAWeights) and one.swap_on_epoch for one in flat):
+    swaps = (callback for callback in flat if isinstance(callback, keras.callbacks.SwapEMAWeights))
+    if saves and any(callback.swap_on_epoch for callback in swaps):
         raise ValueError(
-            "With shard='optimizer' the chief collects the optimizer's state before the callbacks of an epoch's end, "
+            "With shard='optimizer' the chief collects the optimizer state before the callbacks of an epoch's end run, "
             "received ModelCheckpoint with SwapEMAWeights(swap_on_epoch=True). Save with trainer.save after the "
             "training, or leave shard out."
         )
     return saves
-
-
-def decides_at_nonfinite(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback handles a loss that is not finite."""
-    return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 
 def callback_list(
@@ -116,23 +108,23 @@ def callback_list(
     steps: int | None,
     add_history: bool,
 ) -> keras.callbacks.CallbackList:
-    """Return the list of callbacks of one call, as Keras' `fit` does; the chief alone writes and shows progress.
+    """Return the callbacks that a call runs on this worker, as a list like that of Keras' `fit`.
 
     Args:
-        callbacks: One callback, a list of them, or a `keras.callbacks.CallbackList`, which gets no progress bar; None
-            for none.
+        callbacks: A callback, a list of callbacks or None; or a `keras.callbacks.CallbackList`, which gets no progress
+            bar.
         model: The model.
         is_chief: Whether this process writes files and shows progress.
-        verbose: 0 silent, 1 or "auto" a progress bar, 2 a line an epoch.
-        epochs: Epochs in all, for the progress bar.
-        steps: Steps an epoch, for the progress bar; None where unknown.
-        add_history: Whether to add a `History` where there is none.
+        verbose: 0: silent. 1 or "auto": progress bar. 2: one line per epoch.
+        epochs: Number of epochs, for the progress bar.
+        steps: Steps per epoch, for the progress bar; None if unknown.
+        add_history: Whether to add a `History` if there is none.
 
     Raises:
-        TypeError: If one is no callback.
+        TypeError: If an element is not a callback.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        return _for_this_worker(callbacks, model, is_chief, add_history)
+        return _copy_list(callbacks, model, is_chief, add_history)
     flat = [] if callbacks is None else keras.tree.flatten(callbacks)
     for callback in flat:
         _check(callback)
@@ -155,22 +147,22 @@ def _check(callback: Any) -> None:
     raise TypeError(f"callbacks must be keras.callbacks.Callback objects, received {received}. {way_out}")
 
 
-def _for_this_worker(
-    given: keras.callbacks.CallbackList, model: keras.Model, is_chief: bool, add_history: bool
+def _copy_list(
+    callbacks: keras.callbacks.CallbackList, model: keras.Model, is_chief: bool, add_history: bool
 ) -> keras.callbacks.CallbackList:
-    """Return a copy of the user's list; on other workers than the chief, without callbacks for the chief only."""
-    worker_callbacks = copy.copy(given)
+    """Return a copy of the user's list, without the callbacks that only the chief runs unless this is the chief."""
+    worker_callbacks = copy.copy(callbacks)
     worker_callbacks.callbacks = [
         callback
-        for callback in given.callbacks
+        for callback in callbacks.callbacks
         if is_chief or not (writes_files(callback) or isinstance(callback, keras.callbacks.ProgbarLogger))
     ]
     if add_history and not any(
         isinstance(callback, keras.callbacks.History) for callback in worker_callbacks.callbacks
     ):
-        model.history = keras.callbacks.History()  # Keras 3.15 returns that of an earlier fit, or raises
+        model.history = keras.callbacks.History()  # without one, Keras 3.15 returns that of an earlier fit, or raises
         worker_callbacks.callbacks.append(model.history)
-        model.history.set_params(given.params)
+        model.history.set_params(callbacks.params)
     for callback in worker_callbacks.callbacks:
         if callback.model is None:
             callback.set_model(model)

@@ -1,4 +1,4 @@
-"""Passes over a dataset: the next batch, and the position of a run in the data."""
+"""Iteration over a dataset, epoch after epoch, with a position that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from tfpar.engines.distributed import Distributed
 
 
 class EpochIterator:
-    """The batches of one dataset, epoch after epoch, with a position that can be saved and restored.
+    """An iterator over the batches of a dataset, epoch after epoch.
 
-    A pass is one iteration over the dataset. An epoch is one pass, unless a number of steps is given: then a pass
-    contains several epochs, and a new pass begins after its end. As in Keras, an epoch ends early if its pass has too
-    few batches left, and the next epoch begins a new pass:
+    A pass is one iteration over the dataset. An epoch is one pass, unless `steps_per_epoch` is set: then a pass spans
+    several epochs. As in Keras, an epoch ends early when its pass ends, and the next epoch begins a new pass:
 
-        5 batches, 2 steps an epoch:  0 1 │ 2 3 │ 4 │ 0 1 │ …
+        5 batches, 2 steps per epoch:  0 1 │ 2 3 │ 4 │ 0 1 │ …
 
     Args:
-        distributed: The dataset, as an engine distributes it.
-        steps_per_epoch: Steps per epoch; None for a whole pass.
-        unused: An iterator over the same dataset from which no batch was taken; its first pass is used here.
-        source: The Python code of the dataset, if any. Its passes begin with an epoch, not before.
-        first: A dataset with one element, for `peek` before the first pass.
-        restarts: Whether every epoch begins a new pass, even with a number of steps.
-        vote: Returns a context in which an error of one worker, such as unreadable or empty data, is
-            raised on all.
-        check_end: Refuses, at the end of an epoch, data that end elsewhere on other workers; takes where they end here.
+        distributed: The dataset, from `Engine.distribute`.
+        steps_per_epoch: Steps per epoch. None: a whole pass.
+        unused: An iterator over the same dataset from which no batch was taken, to continue.
+        source: The Python source of the dataset, if any. Its passes begin with an epoch, not before.
+        first: A dataset of one element, for `peek` before the first pass.
+        restarts: Whether every epoch begins a new pass, even if `steps_per_epoch` is set.
+        vote: Returns a context in which the error of one worker is raised on all.
+        check_end: Raises an error if the data of this worker end elsewhere than those of the others.
 
     Attributes:
         distributed: The argument.
-        batch_size: Examples of the first global batch; 0 until `prepare_loop` has counted them.
+        batch_size: Examples in the first global batch; 0 until it is set.
 
     Raises:
         ValueError: If the dataset is empty.
@@ -92,21 +90,14 @@ class EpochIterator:
         self.upcoming = _next(self.iterator)
 
     def begin_epoch(self) -> None:
-        """Start the next pass, unless the current one is unused or continues from epoch to epoch."""
+        """Begin a new pass, unless the current one is unused or spans this epoch too."""
         if self._source is not None:
             self._source.begin_epoch()
         if self._pass_is_over or (self.batches > 0 and not self._continues):
             self._begin_pass()
 
     def end_epoch(self, num_steps: int) -> bool:
-        """Record the end of an epoch.
-
-        Args:
-            num_steps: The steps of the epoch.
-
-        Returns:
-            Whether the data ended before the requested number of steps.
-        """
+        """End an epoch after `num_steps` steps; return whether the data ended before `steps_per_epoch`."""
         if self._check_end is not None:
             self._check_end(f"{'more than ' * bool(self.upcoming.has_value())}{self.batches} batches in an epoch")
         ran_out = self._steps_asked is not None and num_steps < self._steps_asked and not self.has_more()
@@ -126,27 +117,22 @@ class EpochIterator:
         return self.upcoming.get_value()
 
     def read_next(self) -> None:
-        """Use one batch, and read the next element."""
+        """Take a batch, and read the next element."""
         self.advance(_next(self.iterator), 1)
 
     def advance(self, upcoming: tf.experimental.Optional, num_batches: int) -> None:
-        """Record the number of batches that a loop has used, and the next element."""
+        """Record that a loop has taken batches and has read the upcoming element."""
         self.upcoming = upcoming
         self.batches += num_batches
 
     def next_epoch(self) -> tuple[int, int]:
-        """Return the position (passes, batches) at which the next epoch begins, once the current one has ended."""
+        """Return the position (passes, batches) at which the next epoch begins, after `end_epoch`."""
         if self._continues and not self._pass_is_over:
             return self.passes, self.batches
         return self.passes + 1, 0
 
     def seek(self, passes: int, batches: int) -> None:
-        """Move to a saved position: replay the passes before it and skip the used batches.
-
-        Args:
-            passes: Passes before the current one.
-            batches: The batches of the current pass to skip.
-        """
+        """Move to a saved position: replay the passes before it, and skip batches of the current pass."""
         with process_lock.paused():
             self._seek(passes, batches)
 
@@ -177,13 +163,12 @@ class EpochIterator:
             self._begin_pass(batches)
 
     def close(self) -> None:
-        """Stop the prefetching of Python code."""
+        """Stop the prefetching of a Python source."""
         if self._source is not None:
             with process_lock.paused():
                 self._source.stop()
 
 
 def _next(iterator: Any) -> tf.experimental.Optional:
-    """Return the next element; other threads may hold the lock to compute it."""
-    with process_lock.paused():
+    with process_lock.paused():  # another thread may need the lock to compute the element
         return iterator.get_next_as_optional()

@@ -1,4 +1,4 @@
-"""The loops of `evaluate` and `predict`: steps and callbacks in Keras' order."""
+"""The loops of `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tfpar.strategies import Strategy
 
 
 def evaluate(caller: StepCalls) -> dict[str, Any]:
-    """Run one evaluation over an unused epoch iterator and return its logs.
+    """Evaluate over an unused epoch iterator and return the logs.
 
-    It ends with the data, after the number of steps, or when a callback of any worker sets `model.stop_evaluating`.
+    Evaluation ends with the data, after the number of steps, or once a callback of any worker sets
+    `model.stop_evaluating`.
     """
     callbacks, epoch_iterator, model = caller.callbacks, caller.epoch_iterator, caller.model
     model.stop_evaluating = False
@@ -28,13 +29,13 @@ def evaluate(caller: StepCalls) -> dict[str, Any]:
     epoch_iterator.begin_epoch()
     logs: dict[str, Any] = {}
     step, num_steps, stop = 0, caller.num_steps, False
-    (wanted,) = callbacks.errors.vote([caller.wanted_steps()])
+    (next_steps,) = callbacks.errors.vote([caller.next_steps()])
     while epoch_iterator.has_more() and (num_steps is None or step < num_steps) and not stop:
         callbacks.on_test_batch_begin(step)
-        done, last, _, logs = caller.call(step, int(wanted), end_at_nonfinite=False)
+        done, last, _, logs = caller.call(step, int(next_steps), end_at_nonfinite=False)
         step += done
         callbacks.on_test_batch_end(last, logs)
-        wanted, stop = callbacks.errors.vote([caller.wanted_steps(), float(model.stop_evaluating)])
+        next_steps, stop = callbacks.errors.vote([caller.next_steps(), float(model.stop_evaluating)])
     if epoch_iterator.end_epoch(step) and not stop and caller.strategy.is_chief:
         user_warnings.warn(data.RAN_OUT)
     logs = to_python(logs)
@@ -50,10 +51,10 @@ def predict(
     predict_batch: Callable[[Any], Any],
     callbacks: DeferringCallbacks,
 ) -> Any:
-    """Run one prediction over an unused epoch iterator and return the outputs `[examples, ...]` as NumPy arrays.
+    """Predict over an unused epoch iterator and return the outputs `[examples, ...]` as NumPy arrays.
 
-    The outputs of a step are copied from their device while the next step runs there. The prediction ends with the
-    data, or when a callback of any worker sets `model.stop_predicting`.
+    The outputs of a step are copied to the host while the next step runs. Prediction ends with the data, or once a
+    callback of any worker sets `model.stop_predicting`.
     """
     model.stop_predicting = False
     callbacks.on_predict_begin()
@@ -64,16 +65,16 @@ def predict(
     limit = epoch_iterator.steps_per_epoch
     while epoch_iterator.has_more() and (limit is None or step < limit) and not stop:
         callbacks.on_predict_batch_begin(step)
-        parts: list[Any] = []
+        batches: list[Any] = []
         digests: list[Any] = []
-        while epoch_iterator.has_more() and len(parts) < per_execution:
+        while epoch_iterator.has_more() and len(batches) < per_execution:
             element = epoch_iterator.peek()
-            parts.append(predict_batch(element))
+            batches.append(predict_batch(element))
             digests.append(epoch_iterator.distributed.digest(element))
             epoch_iterator.read_next()
         callbacks.errors.read_order.note(num_batches, [digest for digest in digests if digest is not None])
-        step, num_batches = step + per_execution, num_batches + len(parts)
-        joined = parts[0] if len(parts) == 1 else data.join_batches(parts)
+        step, num_batches = step + per_execution, num_batches + len(batches)
+        joined = batches[0] if len(batches) == 1 else data.join_batches(batches)
         outputs += map(_to_numpy, uncopied)
         uncopied = [joined]
         callbacks.on_predict_batch_end(step - 1, {"outputs": joined})

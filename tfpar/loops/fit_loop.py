@@ -1,8 +1,8 @@
-"""The loop of `fit`: calls of the inner loop, callbacks, validation and checkpoints in order.
+"""The loop of `fit`: calls of the compiled loop, callbacks, validation and checkpoints.
 
-epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─┐  until the epoch's steps are done
-       │      ▲                                                   │
-       │      └───────────────────────────────────────────────────┘
+epoch ─┬─ call of the compiled loop ─ callbacks ─ checkpoint if due ─┐  until the epoch ends
+       │      ▲                                                      │
+       │      └──────────────────────────────────────────────────────┘
        └─ validation ─ callbacks ─ next epoch
 """
 
@@ -21,7 +21,6 @@ from tfpar.checkpoint import Checkpoints, Position, callback_state
 from tfpar.loops import learning_rates
 from tfpar.loops.resuming import resumption
 from tfpar.loops.resuming.initial_state import broadcast_initial_state
-from tfpar.loops.resuming.resumed_data import check_position, with_data
 from tfpar.loops.step_calls import NonfiniteStep, StepCalls
 from tfpar.messages import user_warnings
 from tfpar.messages.received import quoted
@@ -35,15 +34,15 @@ _CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 
 @dataclasses.dataclass(frozen=True)
-class Vote:
-    """The decision of all workers about the next call.
+class Decision:
+    """What all workers have agreed on for the next call.
 
     Args:
-        num_steps: Steps of the next call, from the chief.
+        num_steps: Steps of the next call, decided by the chief.
         stop: Whether a callback of any worker stops the training.
         interrupted: Whether any worker was interrupted.
-        save: Whether to write a checkpoint now, from the chief.
-        end_at_nonfinite: Whether the next call ends after a loss that is not finite, on any worker.
+        save: Whether to write a checkpoint now, decided by the chief.
+        end_at_nonfinite: Whether the next call ends after a step whose loss is not finite.
     """
 
     num_steps: int
@@ -54,20 +53,19 @@ class Vote:
 
 
 class FitLoop:
-    """One call of `fit`, from its position to its end.
+    """One call of `fit`.
 
     Args:
-        caller: Calls the train loop.
-        validate: Evaluates after an epoch and returns its logs; none where no validation is due.
-        checkpoints: Where to write checkpoints; None for none.
+        caller: Calls the compiled train loop.
+        validate: Takes an epoch; returns the logs of its validation, empty if none is due.
+        checkpoints: Where to write checkpoints, if anywhere.
         interrupted: Returns whether this worker was interrupted.
-        nonfinite_loss: "stop" raises after a step, or a validation, with a loss that is not finite; "continue" trains
-            on as Keras does.
-        seed: The seed of the program, compared with that of the run which it resumes.
+        nonfinite_loss: As for `Trainer.fit`.
+        seed: The seed of the program, to compare with that of a resumed run.
         verbose: Whether to print where the run resumes.
 
     Raises:
-        ValueError: If `nonfinite_loss` is something else.
+        ValueError, TypeError: If `nonfinite_loss` or `checkpoints` is invalid.
     """
 
     def __init__(
@@ -105,11 +103,7 @@ class FitLoop:
         self._verbose = verbose
 
     def run(self, initial_epoch: int, epochs: int) -> dict[str, float]:
-        """Train until `epochs`, a callback's stop or an interruption.
-
-        Returns:
-            The logs of the last epoch.
-        """
+        """Train until `epochs`, a callback or an interruption ends the training; return the logs of the last epoch."""
         check_whole_number("initial_epoch", initial_epoch)
         self._callbacks.on_train_begin()
         self._resume(initial_epoch, epochs)
@@ -133,35 +127,34 @@ class FitLoop:
         return logs
 
     def _resume(self, initial_epoch: int, epochs: int) -> None:
-        self._initial_callbacks = callback_state.remembered(self._callbacks.callbacks)
+        self._initial_callbacks = callback_state.read(self._callbacks.callbacks)
         fresh = Position(epoch=keras_model.restored_epoch(self._model) or initial_epoch)
         self._position, callbacks = broadcast_initial_state(self._model, self._strategy, self._checkpoints, fresh)
         callback_state.restore(self._callbacks.callbacks, callbacks)
         self._resumed_rates = callbacks.get(_EPOCH_BEGIN, {})
         if self._checkpoints is not None and self._position != fresh:
             self._note_resumption(callbacks.get(_BEGAN, {}), epochs, self._checkpoints)
-        check_position(self._position, self._epoch_iterator)
+        resumption.check_position(self._position, self._epoch_iterator)
         self._epoch_iterator.seek(self._position.passes, self._position.batches)
 
     def _note_resumption(self, began: dict[str, Any], epochs: int, checkpoints: Checkpoints) -> None:
         if self._strategy.is_chief:
-            resumption.warn_of_ignored(began, self._began, learning_rates.read(self._model))
+            resumption.warn_about_ignored(began, self._began, learning_rates.read(self._model))
             if self._verbose:
                 print(resumption.describe(self._position, epochs, checkpoints.directory), flush=True)
         self._began |= began
 
-    def _decide(self, may_save: bool) -> Vote:
-        """Combine the votes of all workers on the next call."""
+    def _decide(self, may_save: bool) -> Decision:
         saves, ends = False, self._caller.ends_at_nonfinite
         if may_save and self._strategy.is_chief and self._checkpoints is not None:
             with self._callbacks.errors.deferring(_CHECKPOINT):
                 saves = self._checkpoints.due()
-        votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves, ends)
-        num_steps, *others = self._callbacks.errors.vote([float(vote) for vote in votes])
-        return Vote(int(num_steps), *(bool(sum_of_votes > 0) for sum_of_votes in others))
+        votes = (self._caller.next_steps(), self._model.stop_training, self._interrupted(), saves, ends)
+        num_steps, *counts = self._callbacks.errors.vote([float(vote) for vote in votes])
+        return Decision(int(num_steps), *(bool(count > 0) for count in counts))
 
     def _epoch(self, epoch: int) -> dict[str, float]:
-        """Run the steps of an epoch that are left; return the logs at its end."""
+        """Run the remaining steps of an epoch, and return its logs."""
         step = self._position.step
         if step == 0:
             keras_metrics.reset(self._model)
@@ -176,8 +169,8 @@ class FitLoop:
         decision = self._decide(may_save=False)
         while self._epoch_iterator.has_more() and (num_steps is None or step < num_steps):
             self._callbacks.on_train_batch_begin(step)
-            wanted = self._caller.least_steps if decision.stop else decision.num_steps
-            done, last, nonfinite, logs = self._caller.call(step, wanted, decision.end_at_nonfinite)
+            next_steps = self._caller.min_steps if decision.stop else decision.num_steps
+            done, last, nonfinite, logs = self._caller.call(step, next_steps, decision.end_at_nonfinite)
             step += done
             self._callbacks.on_train_batch_end(last, logs)
             self._position = Position(epoch, step, self._epoch_iterator.passes, self._epoch_iterator.batches)
@@ -191,7 +184,7 @@ class FitLoop:
         if self._epoch_iterator.end_epoch(step) and not decision.stop and self._strategy.is_chief:
             user_warnings.warn(data.RAN_OUT)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
-        return dict(logs or self._strategy.engine.metric_results(self._model, "train"))
+        return dict(logs or self._strategy.engine.logs(self._model, "train"))
 
     def _end_epoch(self, last: bool) -> None:
         decision = self._decide(may_save=True)
@@ -202,19 +195,18 @@ class FitLoop:
             self._save()
 
     def _save(self) -> None:
-        """Write a checkpoint at the chief; all workers take part."""
+        """Write a checkpoint on the chief; all workers must call this."""
         if self._checkpoints is None:
             return
-        parts = self._strategy.engine.metric_parts(self._model)
+        replica_metrics = self._strategy.engine.replica_metrics(self._model)
         with self._strategy.engine.whole_state(self._model, self._checkpoints.directory):
             if not self._strategy.is_chief:
                 return
             with self._callbacks.errors.deferring(_CHECKPOINT):
-                state = callback_state.changed(
-                    callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
-                )
+                state = callback_state.changed(callback_state.read(self._callbacks.callbacks), self._initial_callbacks)
                 state |= {_EPOCH_BEGIN: self._epoch_begin.rates, _BEGAN: self._began}
-                self._checkpoints.save(self._model, with_data(self._position, self._epoch_iterator), state, parts)
+                position = resumption.with_data(self._position, self._epoch_iterator)
+                self._checkpoints.save(self._model, position, state, replica_metrics)
 
 
 def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:

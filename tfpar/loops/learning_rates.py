@@ -1,6 +1,6 @@
-"""The learning rates of a run: equal on all workers, and as in an uninterrupted run where an epoch begins twice.
+"""The learning rates of a run: equal on all workers, and after a resumption as in an uninterrupted run.
 
-An epoch that is resumed begins a second time, with all hooks of callbacks:
+A resumed epoch calls the `on_epoch_begin` hooks a second time:
 
 uninterrupted   rate 1.0 ─ on_epoch_begin ─ 0.7 ─ step ─ step ─ step
 interrupted     rate 1.0 ─ on_epoch_begin ─ 0.7 ─ step ─ checkpoint (0.7, and 1.0 before the hook)
@@ -24,18 +24,18 @@ Rates = dict[str, float]
 
 
 class EpochBegin:
-    """The hooks at the begin of an epoch, which a resumed run calls a second time.
+    """The `on_epoch_begin` hooks, which a resumed run calls a second time in the same epoch.
 
-    A hook that lowers the rate by a factor would lower it twice. Such a hook gives the same rate as in the interrupted
-    run, and the run trains on with the rate of its checkpoint. A hook that gives another rate has been changed, and its
-    rate holds. Weights that a hook changes, such as by reinitializing a layer, are restored from the checkpoint.
+    They are called with the rates from before their first call. If they set the same rates as then, training goes on
+    with the rates of the checkpoint; if not, they were changed, and the new rates hold. Weights that a hook changes are
+    restored.
 
     Args:
         model: A built and compiled model.
         strategy: Its strategy.
 
     Attributes:
-        rates: The rates before and after the hooks of the current epoch, by the names of their variables.
+        rates: The rates "before" and "after" the hooks of the current epoch, by the names of their variables.
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
@@ -43,28 +43,24 @@ class EpochBegin:
         self.rates: dict[str, Rates] = {}
 
     def call(self, hooks: Callable[[], None]) -> None:
-        """Call the hooks of an epoch that begins.
-
-        Args:
-            hooks: Calls them.
-        """
+        """Begin an epoch; `hooks` calls its hooks."""
         before = read(self._model)
         hooks()
         self.rates = {"before": before, "after": read(self._model)}
 
     def call_again(self, hooks: Callable[[], None], rates: Mapping[str, Rates]) -> None:
-        """Call the hooks of an epoch that is resumed.
+        """Resume an epoch.
 
         Args:
-            hooks: Calls them.
-            rates: Those of the interrupted run; empty in checkpoints of older versions.
+            hooks: Calls its hooks.
+            rates: The attribute `rates` in the interrupted run; empty if unknown.
         """
-        of_checkpoint = read(self._model)
+        restored_rates = read(self._model)
         weights = dict(model_state.read_weights(self._model))
         self._assign(rates.get("before", {}))
         self.call(hooks)
         if rates and self.rates["after"] == rates["after"]:
-            self._assign(of_checkpoint)
+            self._assign(restored_rates)
         variables = model_state.state_variables(self._model)
         for name, array in model_state.read_weights(self._model):
             if not np.array_equal(array, weights[name]):
@@ -77,22 +73,14 @@ class EpochBegin:
 
 
 def read(model: keras.Model) -> Rates:
-    """Return the learning rates of a model's optimizers by the names of their variables.
-
-    Args:
-        model: A compiled model.
-    """
+    """Return the learning rates of a compiled model's optimizers, by the names of their variables."""
     return {name: float(rate.numpy()) for name, rate in _variables(model).items()}
 
 
 def check_equal(model: keras.Model, job: Job) -> None:
-    """Refuse workers whose learning rates differ; all workers must call this.
+    """Raise an error if the learning rates of workers differ; all workers must call this.
 
-    With sharded optimizer state each worker updates its part by its own rate, and the weights stay equal.
-
-    Args:
-        model: A built and compiled model.
-        job: The workers.
+    `check_weights` would not notice: with sharded optimizer state, the weights stay equal even so.
 
     Raises:
         RuntimeError: If they differ; on every worker.
@@ -104,13 +92,12 @@ def check_equal(model: keras.Model, job: Job) -> None:
     if differ:
         number = np.argmax(np.abs(own - means))
         raise RuntimeError(
-            f"All workers must train with one learning rate, and it is {own[number]:g} on worker {job.rank} and "
-            f"{means[number]:g} in the mean of all. Change it in a callback of every worker, by a value that all of "
-            "them have."
+            f"All workers must train with the same learning rate, and it is {own[number]:g} on worker {job.rank} and "
+            f"{means[number]:g} in the mean of all. Change it on every worker, by values that are equal on all of them."
         )
 
 
 def _variables(model: keras.Model) -> dict[str, Any]:
-    state = model_state.state_variables(model)
-    of_optimizers = {name: one for name, one in state.items() if name.startswith("optimizer/") and one.shape == ()}
-    return {name: one for name, one in of_optimizers.items() if name.split("#")[0].endswith("/learning_rate")}
+    state = model_state.state_variables(model).items()
+    scalars = {name: variable for name, variable in state if name.startswith("optimizer/") and variable.shape == ()}
+    return {name: scalar for name, scalar in scalars.items() if name.split("#")[0].endswith("/learning_rate")}

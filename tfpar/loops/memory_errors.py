@@ -1,4 +1,4 @@
-"""TensorFlow's errors about the memory of a device, as one sentence with the way out."""
+"""Out-of-memory errors of TensorFlow, explained in one sentence."""
 
 from __future__ import annotations
 
@@ -14,34 +14,31 @@ _TENSOR = re.compile(r"allocating tensor with shape ?(\[[\d,]*\])(?: and type (\
 _DEVICE = re.compile(r"device:([A-Z]+:\d+)")
 
 
-def sentence_of(error: BaseException) -> str | None:
-    """Return one sentence about an error of the memory of a device; None for another error.
-
-    Args:
-        error: Any error.
+def explain(error: BaseException) -> str | None:
+    """Return a sentence about an out-of-memory error of a device; None for any other error.
 
     Example:
         >>> message = "OOM when allocating tensor with shape[8,4] and type float on /job:localhost/device:GPU:0 by"
-        >>> sentence_of(tf.errors.ResourceExhaustedError(None, None, message))
+        >>> explain(tf.errors.ResourceExhaustedError(None, None, message))
         'GPU:0 must have memory for the step, and a tensor of shape [8,4] and type float could not be allocated. ...'
     """
     if not isinstance(error, tf.errors.ResourceExhaustedError) or not _IS_MEMORY.search(error.message):
         return None
-    found, tensor = _DEVICE.search(error.message), _TENSOR.search(error.message)
-    device = found[1] if found else "A device"
+    name, tensor = _DEVICE.search(error.message), _TENSOR.search(error.message)
+    device = name[1] if name else "A device"
     what = "an operation could not allocate it"
     if tensor:
         kind = f" and type {tensor[2]}" if tensor[2] else ""
         what = f"a tensor of shape {tensor[1]}{kind} could not be allocated"
     others = ", or end other processes on the GPU" if device.startswith("GPU") else ""
     return (
-        f"{device} must have memory for the step, and {what}.{_in_use(device)} Use a smaller batch, "
-        f"gradient_accumulation_steps with it, or a pipeline, whose devices hold a stage each{others}."
+        f"{device} must have memory for the step, and {what}.{_in_use(device)} Use a smaller batch with "
+        f"gradient_accumulation_steps, or a pipeline, in which each device holds one stage{others}."
     )
 
 
 def _in_use(device: str) -> str:
-    """Return a sentence with the memory of a GPU that is in use; empty if it is not known."""
+    """Return a sentence with the memory in use on a GPU; empty if unknown."""
     if not device.startswith("GPU:"):
         return ""
     cards, index = gpu_cards.cards_of_gpus(), int(device[4:])

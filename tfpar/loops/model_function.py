@@ -1,4 +1,4 @@
-"""The model of a trainer, from its first argument: a model function or a model."""
+"""The first argument of a trainer: a model function, or a model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tfpar.strategies import Strategy, model_scopes
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
 
 
-def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None) -> keras.Model:
+def make_model(build_model: ModelOrFunction, strategy: Strategy, seed: int | None) -> keras.Model:
     """Build a model in the scope of a strategy, or move a built model into it.
 
     Args:
         build_model: The model function, or a model.
         strategy: The strategy that places the variables of the model.
-        seed: The seed to set before the model function runs; None sets nothing. Unused for a built model.
+        seed: The seed to set before the model function runs. None sets no seed.
 
     Raises:
-        TypeError: If `build_model` does not return a model, or is the class of a model that is not compiled.
-        ValueError: If the model overrides a step of Keras' trainer, or cannot move into the strategy; or if the model
-            function fails on another worker, whose error the message names.
+        TypeError: If `build_model` does not return a compiled model.
+        ValueError: If the model overrides a step of Keras' trainer or cannot be moved, or the model function fails on
+            another worker.
     """
     keras_functions.trace_again_after_moves()
     name = None if isinstance(build_model, keras.Model) else "The model function"
@@ -54,12 +54,12 @@ def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: in
     for method in ("fit", "evaluate", "predict"):
         model_checks.check_steps(model, method, runs_own_steps=strategy.engine.runs_own_steps)
     if isinstance(build_model, type) and not model.compiled:
-        raise _of_class(build_model)
+        raise _returns_uncompiled(build_model)
     return model
 
 
 def check_arguments(build_model: Any, strategy: Any, seed: Any, fused: Any = True) -> None:
-    """Refuse wrong arguments of a trainer before the model is built.
+    """Check the arguments of a trainer before the model is built.
 
     Raises:
         TypeError: If an argument has the wrong type, or the model function needs arguments.
@@ -86,30 +86,31 @@ def check_arguments(build_model: Any, strategy: Any, seed: Any, fused: Any = Tru
 
 
 def _check_parameters(build_model: Any) -> None:
-    # The signature of a model's class is that of a method of Keras with arbitrary arguments.
+    # The signature of a model class itself is Keras' `__new__`, which takes any arguments.
     is_class = isinstance(build_model, type)
     function = build_model.__init__ if is_class else build_model
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # written in C
         return
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [
         name
-        for name, one in parameters.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name != "self"
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variadic and name != "self"
     ]
     if required and is_class:
-        raise _of_class(build_model)
+        raise _returns_uncompiled(build_model)
     if required:
         name = getattr(build_model, "__name__", "build_model")
-        given = ", ".join(f"{one}=..." for one in required)
+        arguments = ", ".join(f"{parameter}=..." for parameter in required)
         raise TypeError(
             f"A model function is called without arguments, and {name} requires {', '.join(required)}. "
-            f"Write tfpar.Trainer(lambda: {name}({given}), strategy)."
+            f"Write tfpar.Trainer(lambda: {name}({arguments}), strategy)."
         )
 
 
-def _of_class(kind: type) -> TypeError:
+def _returns_uncompiled(kind: type) -> TypeError:
     return TypeError(
         f"A model function must return a compiled model, received the class {kind.__name__}. Write a function that "
         f"creates {kind.__name__}(...), compiles and returns it."

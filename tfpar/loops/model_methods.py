@@ -1,8 +1,8 @@
-"""The methods of a model in the scope of a strategy, with the results of one device.
+"""Replacements for the methods of a model in the scope of a strategy, with the results of one device.
 
-Users call them in callbacks, or without a trainer. For a model in the scope of a `tf.distribute` strategy, Keras' own
-methods return the rows of every replica, fail for batches that replicas do not share evenly, or do not run at all in a
-job of several workers. In the scope of the other strategies the weights have no memory before a trainer places them.
+Users call these methods in callbacks, or without a trainer. In the scope of a `tf.distribute` strategy, Keras' own
+methods return the rows of every replica, fail for batches that replicas do not share evenly, or do not run in a job of
+several workers. In the scope of other strategies, weights have no memory until a trainer places them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tfpar.loops.agreement import barriers
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.strategies import Strategy, model_scopes, strategy_of
 
-_OF_TRAINER = ("fit", "evaluate", "predict")
-# The methods for one batch, each with that of a trainer which does the same.
+_TRAINER_METHODS = ("fit", "evaluate", "predict")
+# The methods for one batch, each with the method of a trainer that does the same.
 _ON_BATCH = {"predict_on_batch": "predict", "test_on_batch": "evaluate", "train_on_batch": "fit"}
-_METHODS = (*_OF_TRAINER, *_ON_BATCH)
+_METHODS = (*_TRAINER_METHODS, *_ON_BATCH)
 _SAVING = ("save", "save_weights")
 
 
@@ -38,7 +38,7 @@ class _Trainer(Protocol):
 
 
 def replace_methods(trainer: _Trainer) -> None:
-    """Replace the methods of a trainer's model that compute something else there than on one device.
+    """Replace the methods of a trainer's model whose results would differ from those of one device.
 
     | Method               | In one process       | In a job of several workers             |
     |----------------------|----------------------|-----------------------------------------|
@@ -49,52 +49,51 @@ def replace_methods(trainer: _Trainer) -> None:
     | `test_on_batch`      | Keras' own           | `trainer.evaluate`: all workers call it |
     | `train_on_batch`     | Keras' own           | refused                                 |
     | `get_metrics_result` | Keras' own           | the last logs, over all workers         |
-    | `save`               | Keras' own           | Keras' own; a file gets its name        |
-    | `save_weights`       |                      | when it is whole                        |
+    | `save`               | Keras' own           | Keras' own, written atomically          |
+    | `save_weights`       | Keras' own           | Keras' own, written atomically          |
 
-    A method that the user's class overrides stays, and so does one whose step the class overrides. The methods of
-    models inside of the model, such as the encoder of an autoencoder, become those of a trainer of their own in one
-    process; those for one batch are refused.
+    A method stays if the user's class overrides it or its step. In one process, the methods of inner models, such as
+    the encoder of an autoencoder, become those of a trainer of their own; methods for one batch are refused.
 
     Args:
-        trainer: A trainer. The model does not keep it alive.
+        trainer: A trainer, which the model does not keep alive.
     """
     model, strategy = trainer.model, trainer.strategy
     for name in (*_METHODS, *_SAVING, "get_metrics_result"):
         vars(model).pop(name, None)  # of an earlier trainer
     if strategy.num_workers > 1:
-        _give_if_not_own(model, {name: functools.partial(_save_whole, model, name) for name in _SAVING})
-    for part in _models_inside(model):
-        _replace_of_part(part, type(trainer), replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
+        _set_methods(model, {name: functools.partial(_save_atomically, model, name) for name in _SAVING})
+    for inner in _inner_models(model):
+        _replace_inner(inner, type(trainer), replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
     if not keras_model.is_in_scope(model):
         if model_scopes.noted_strategy(model) is not None:
-            _give_if_not_own(model, _of_trainer(model, type(trainer)))
+            _set_methods(model, _trainer_methods(model, type(trainer)))
         return
-    replacements = _of_trainer(model, type(trainer))
-    of_one_copy = _of_one_copy(model, strategy)
-    replacements["predict_on_batch"] = of_one_copy["predict_on_batch"]
+    replacements = _trainer_methods(model, type(trainer))
+    local_methods = _local_methods(model, strategy)
+    replacements["predict_on_batch"] = local_methods["predict_on_batch"]
     if strategy.num_workers > 1:
-        replacements["predict"] = of_one_copy["predict"]
+        replacements["predict"] = local_methods["predict"]
         replacements["test_on_batch"] = functools.partial(_test_on_batch, model, type(trainer))
         replacements["train_on_batch"] = _refuse_train_on_batch
         replacements["get_metrics_result"] = functools.partial(keras_metrics.noted_results, model)
-    _give_if_not_own(model, replacements)
+    _set_methods(model, replacements)
 
 
 def give_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> None:
-    """Give a new model in the scope of a tfpar strategy methods that make its trainer, and run those it then has.
+    """Give a new model in the scope of a tfpar strategy methods that create its trainer when they are called.
 
     Args:
-        model: A model. Methods that its class overrides stay.
+        model: A model; methods that its class overrides stay.
         make_trainer: The class of trainers.
     """
     strategy: Strategy = model_scopes.noted_strategy(model)
-    given: dict[str, Callable[..., Any]] = {
+    methods: dict[str, Callable[..., Any]] = {
         name: functools.partial(_with_new_trainer, model, name, make_trainer) for name in _METHODS
     }
-    if strategy.num_workers > 1 and strategy.engine.home is not None:  # without the other workers
-        given |= _of_one_copy(model, strategy)
-    for name, method in given.items():
+    if strategy.num_workers > 1 and strategy.engine.home is not None:  # each worker predicts by itself
+        methods |= _local_methods(model, strategy)
+    for name, method in methods.items():
         if not keras_model.overridden(model, name):
             setattr(model, name, method)
 
@@ -104,71 +103,70 @@ def _with_new_trainer(
 ) -> Any:
     strategy: Strategy = model_scopes.noted_strategy(model)
     barriers.barrier(strategy.job, _ON_BATCH.get(name, name))
-    kept_trainer(model, make_trainer)
+    get_or_make_trainer(model, make_trainer)
     return getattr(model, name)(*arguments, **settings)
 
 
-def _of_one_copy(model: keras.Model, strategy: Strategy) -> dict[str, Callable[..., Any]]:
+def _local_methods(model: keras.Model, strategy: Strategy) -> dict[str, Callable[..., Any]]:
+    """Return Keras' own methods to predict, for the weights on this worker's first device."""
     functions = StepFunctions(model, strategy.engine)
-    return {name: functools.partial(_on_one_copy, model, functions, name) for name in ("predict", "predict_on_batch")}
+    return {name: functools.partial(_call_locally, model, functions, name) for name in ("predict", "predict_on_batch")}
 
 
-def _of_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    return {name: functools.partial(_through_trainer, model, name, make_trainer) for name in _OF_TRAINER}
+def _trainer_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {name: functools.partial(_through_trainer, model, name, make_trainer) for name in _TRAINER_METHODS}
 
 
-def _give_if_not_own(model: keras.Model, replacements: Mapping[str, Callable[..., Any]]) -> None:
-    in_tfpar_scope = model_scopes.noted_strategy(model) is not None  # where a trainer refuses a step of the user's
+def _set_methods(model: keras.Model, replacements: Mapping[str, Callable[..., Any]]) -> None:
+    """Set the methods that the class of a model does not override."""
+    in_tfpar_scope = model_scopes.noted_strategy(model) is not None  # where a trainer refuses an overridden step
     for name, replacement in replacements.items():
-        if not (keras_model.overridden(model, name) if in_tfpar_scope else _is_own(model, name)):
+        if not (keras_model.overridden(model, name) if in_tfpar_scope else _is_overridden(model, name)):
             setattr(model, name, replacement)
 
 
-def _is_own(model: keras.Model, name: str) -> bool:
-    """Return whether the class of a model overrides a method, or the step that it runs."""
+def _is_overridden(model: keras.Model, name: str) -> bool:
+    """Return whether the class of a model overrides a method or the step that it runs."""
     step = "predict_step" if "predict" in name else "train_step" if name in ("fit", "train_on_batch") else "test_step"
     return keras_model.overridden(model, name) or keras_model.overridden(model, step)
 
 
-def _models_inside(model: keras.Model) -> list[keras.Model]:
-    """Return the models among the layers at every depth that have no trainer of their own."""
-    inside = [one for one in keras_model.all_layers(model) if isinstance(one, keras.Model) and one is not model]
-    return [one for one in inside if trainer_of(one) is None]
+def _inner_models(model: keras.Model) -> list[keras.Model]:
+    """Return the models inside of a model, at any depth, that have no trainer of their own."""
+    layers = [layer for layer in keras_model.all_layers(model) if layer is not model]
+    return [layer for layer in layers if isinstance(layer, keras.Model) and get_trainer(layer) is None]
 
 
-def _replace_of_part(part: keras.Model, make_trainer: Callable[..., Any], *, replaces: bool) -> None:
+def _replace_inner(inner: keras.Model, make_trainer: Callable[..., Any], *, replaces: bool) -> None:
     for name in _METHODS:
-        if getattr(vars(part).get(name), "func", None) in (_through_trainer, _refuse_of_part):
-            del vars(part)[name]  # of an earlier trainer
-        if replaces and not _is_own(part, name) and name != "predict_on_batch":
-            through_trainer = functools.partial(_through_trainer, part, name, make_trainer)
-            refuse = functools.partial(_refuse_of_part, part, name)
-            setattr(part, name, refuse if name.endswith("_on_batch") else through_trainer)
+        if getattr(vars(inner).get(name), "func", None) in (_through_trainer, _refuse_on_batch):
+            del vars(inner)[name]  # of an earlier trainer
+        if replaces and not _is_overridden(inner, name) and name != "predict_on_batch":
+            through_trainer = functools.partial(_through_trainer, inner, name, make_trainer)
+            refuse = functools.partial(_refuse_on_batch, inner, name)
+            setattr(inner, name, refuse if name.endswith("_on_batch") else through_trainer)
 
 
 def _through_trainer(
     model: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> Any:
-    return getattr(kept_trainer(model, make_trainer), name)(*arguments, **settings)
+    return getattr(get_or_make_trainer(model, make_trainer), name)(*arguments, **settings)
 
 
-def _refuse_of_part(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
+def _refuse_on_batch(inner: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
     raise ValueError(
-        f"{name} of {part.name!r} is Keras' own, which does not run on the copies of weights that a trainer has on "
-        f"several devices. Use {_ON_BATCH[name]}(x, y, batch_size=len(x)) of {part.name!r}, or objectives of the whole "
-        "model."
+        f"{name} of {inner.name!r} is Keras' own, which does not run on the copies of weights that a trainer has on "
+        f"several devices. Use {_ON_BATCH[name]}(x, y, batch_size=len(x)) of {inner.name!r}, or objectives of the "
+        "whole model."
     )
 
 
 @contextlib.contextmanager
 def refused_in_model_function(strategy: Strategy) -> Iterator[None]:
-    """Refuse Keras' own methods in a scope of `tf.distribute`.
+    """Refuse Keras' own methods while a model function runs in the scope of a `tf.distribute` strategy.
 
-    In a job of several workers they do not run. In one process they fail for odd batches, and give other weights: each
-    replica clips its own gradient, for one.
-
-    Args:
-        strategy: The strategy of the model function.
+    They do not run in a job of several workers. In one process they fail for odd batches, and train other weights, for
+    example because each replica clips its own gradient.
     """
 
     def refuse(name: str, *arguments: Any, **settings: Any) -> None:
@@ -189,8 +187,8 @@ def refused_in_model_function(strategy: Strategy) -> Iterator[None]:
         yield
 
 
-def _save_whole(model: keras.Model, name: str, filepath: str | Path, *arguments: Any, **settings: Any) -> None:
-    """Save a file under another name and rename it: the workers of a machine may all write the same one."""
+def _save_atomically(model: keras.Model, name: str, filepath: str | Path, *arguments: Any, **settings: Any) -> None:
+    """Save to a file that is renamed when it is complete: several workers of a machine may write the same file."""
     method, path = getattr(type(model), name), Path(filepath)
     is_one_file = path.suffix in (".keras", ".h5") and path.parent.is_dir() and not path.is_dir()
     if not is_one_file or arguments or settings not in ({}, {"overwrite": True}):  # such as max_shard_size
@@ -200,28 +198,27 @@ def _save_whole(model: keras.Model, name: str, filepath: str | Path, *arguments:
         method(model, unfinished, *arguments, **settings)
 
 
-def trainer_of(model: keras.Model) -> Any:
-    """Return the newest trainer of a model, None if there is none any more."""
-    found = getattr(model, "_tfpar_trainer", None)
-    return found() if isinstance(found, weakref.ref) else found
+def get_trainer(model: keras.Model) -> Any:
+    """Return the newest trainer of a model; None if it has none, or not any more."""
+    trainer = getattr(model, "_tfpar_trainer", None)
+    return trainer() if isinstance(trainer, weakref.ref) else trainer
 
 
-def kept_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> Any:
-    """Return the newest trainer of a model, or a new one, under the model's strategy, that the model keeps alive.
+def get_or_make_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> Any:
+    """Return the newest trainer of a model, or create one, under the model's strategy, that the model keeps alive.
 
     Args:
         model: A model.
         make_trainer: The class of trainers.
     """
-    trainer = trainer_of(model)
+    trainer = get_trainer(model)
     if trainer is None:
-        trainer = make_trainer(model, strategy_of(model), seed=None)  # it replaces the model's methods
+        trainer = make_trainer(model, strategy_of(model), seed=None)  # replaces the model's methods
         model._tfpar_trainer = trainer
     return trainer
 
 
-def _on_one_copy(model: keras.Model, functions: StepFunctions, name: str, *arguments: Any, **settings: Any) -> Any:
-    """Call Keras' own method for the copy of the weights on this worker's first device."""
+def _call_locally(model: keras.Model, functions: StepFunctions, name: str, *arguments: Any, **settings: Any) -> Any:
 
     def call() -> Any:
         compiled = functions.once("Keras' own predict", lambda: keras_model.predict_function(model))
@@ -230,7 +227,7 @@ def _on_one_copy(model: keras.Model, functions: StepFunctions, name: str, *argum
 
     if not tf.distribute.has_strategy():
         return call()
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which is in no scope
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a thread in no scope
         return thread.submit(call).result()
 
 

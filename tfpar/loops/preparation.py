@@ -1,4 +1,4 @@
-"""Preparation of `fit`, `evaluate` and `predict`: an epoch iterator, a built model and a compiled loop."""
+"""The preparation of `fit`, `evaluate` and `predict`: an epoch iterator, a built model and a compiled loop."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tfpar.strategies import Distributed, SingleDevice, Strategy
 
 
 class Preparation:
-    """Preparation of one model for `fit`, `evaluate` and `predict` under one strategy.
+    """Prepares a model for `fit`, `evaluate` and `predict` under a strategy.
 
     Args:
         model: The model.
-        strategy: The strategy, which distributes data and defines the steps.
-        fused: Whether steps are traced with fused kernels.
+        strategy: The strategy.
+        fused: Whether steps use fused kernels.
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy, fused: bool = True) -> None:
@@ -51,17 +51,14 @@ class Preparation:
         unused: tuple[Any, EpochIterator] | None = None,
         restarts: bool = False,
     ) -> tuple[EpochIterator, StepLoop]:
-        """Distribute a dataset, build the model from its first batch, and compile the loop.
+        """Distribute a dataset, build and check the model with its first batch, and compile the loop.
 
         Args:
             dataset: Global batches.
-            steps: Steps per epoch; None for one pass over the data.
+            steps: Steps per epoch. None: one pass over the data.
             kind: "train" or "evaluate".
-            unused: A dataset and an unused iterator over it, which is reused for the same dataset.
-            restarts: Whether every epoch starts a new pass, even if `steps` is given.
-
-        Returns:
-            The iterator and the compiled loop.
+            unused: A dataset and an unused iterator over it, to reuse if `dataset` is that dataset.
+            restarts: Whether every epoch begins a new pass, even if `steps` is set.
         """
         method = "fit" if kind == "train" else "evaluate"
         with self._strategy.job.vote():
@@ -85,7 +82,7 @@ class Preparation:
             with self._strategy.job.vote():
                 model_checks.check_trained(self._model)
         if training and self._strategy.is_chief:
-            self._warn_of_nothing_trained()
+            self._warn_if_nothing_trains()
         if training:
             self._compiled.check_trained()
         if source is not None and reused is None:
@@ -93,22 +90,19 @@ class Preparation:
         self._study(batch, kind)
         return epoch_iterator, self._compiled.loop(kind, distributed)
 
-    @property
-    def _in_parts(self) -> bool:
-        return self._engine.batch_parts[0] > 1 or self._engine.cuts_model
-
     def _study(self, batch: Any, kind: str) -> None:
         """Study the model, unless it was studied for steps of this kind since it was compiled."""
 
         def study() -> None:
+            splits_batch = self._engine.batch_parts[0] > 1 or self._engine.cuts_model
             with full_precision(), self.kernels():
-                self._engine.study(self._model, data.varied_first(batch) if self._in_parts else batch, kind)
+                self._engine.study(self._model, data.varied_first(batch) if splits_batch else batch, kind)
 
-        # Optional inputs may be None, and the rows of sparse ones are those of lookups.
-        present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
-        self._compiled.once(f"{kind} study", study, present)
+        # Optional inputs may be None, and sparse inputs have sparse gradient rows.
+        structure = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
+        self._compiled.once(f"{kind} study", study, structure)
 
-    def _warn_of_nothing_trained(self) -> None:
+    def _warn_if_nothing_trains(self) -> None:
         if not any(weights for _, weights in objective.updates_of(self._model)):
             way_out = " Set `trainable` of its layers, and call compile() again." if self._model.weights else ""
             user_warnings.warn(
@@ -117,25 +111,25 @@ class Preparation:
             )
 
     def _check_gradients(self, training: bool) -> None:
-        times_layers = self._engine.scheduled is not None  # with their backward pass, before the first step
-        if times_layers or (training and self._engine.batch_parts[0] > 1):
+        measures_gradients = self._engine.scheduled is not None  # to balance stages, before the first step
+        if measures_gradients or (training and self._engine.batch_parts[0] > 1):
             with self._strategy.job.vote():
                 model_checks.check_gradients(self._model, self._strategy.describe())
 
     def evaluation(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Any]:
-        """Return what `prepare_loop` does for a call of `evaluate`, with the chief's weights on all workers."""
+        """Return what `prepare_loop` does for `evaluate`, after a broadcast of the chief's weights."""
         epoch_iterator, run_steps = self.prepare_loop(dataset, steps, "evaluate")
         initial_state.share_weights(self._model, self._strategy)
         return epoch_iterator, run_steps
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
-        """Return an iterator over a distributed dataset and the compiled prediction of one batch; build the model."""
+        """Build the model, and return an iterator over a distributed dataset and the compiled prediction of a batch."""
         with self._strategy.job.vote():
             model_checks.check_steps(self._model, "predict", runs_own_steps=self._engine.runs_own_steps)
-            whole = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
+            batches = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
             if not isinstance(self._strategy, SingleDevice):
-                data.check_ranks(keras.utils.unpack_x_y_sample_weight(whole.element_spec)[0])
-            distributed, source, first = self._distribute(whole)
+                data.check_ranks(keras.utils.unpack_x_y_sample_weight(batches.element_spec)[0])
+            distributed, source, first = self._distribute(batches)
         epoch_iterator = self._epoch_iterator(distributed, steps, source=source, first=first)
         self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
@@ -145,7 +139,7 @@ class Preparation:
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
 
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
-        """Count the examples of the first batch, and refuse workers whose data differ."""
+        """Count the examples of the first batch, and raise an error if the data of workers differ."""
         epoch_iterator.batch_size = int(distributed.num_examples(epoch_iterator.peek()))
         equal_workers.check_data(self._strategy.job, dataset, epoch_iterator)
         if (digest := distributed.digest(epoch_iterator.peek())) is not None:
@@ -167,7 +161,7 @@ class Preparation:
     def _distribute(
         self, dataset: data.Batches
     ) -> tuple[Distributed, data.PythonBatches | None, tf.data.Dataset | None]:
-        """Return the distributed dataset, its Python source, and a dataset with the first element of that source."""
+        """Return the distributed dataset and, for a Python source, this source and a dataset of its first element."""
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
         if not isinstance(dataset, data.PythonBatches):
@@ -176,14 +170,7 @@ class Preparation:
         return distribute(dataset.dataset), dataset, distribute(dataset.first).dataset
 
     def batches(self, x: Any, y: Any = None, sample_weight: Any = None, **settings: Any) -> data.Batches:
-        """Return `data.as_dataset(...)`; if it raises on one worker, raise on all workers.
-
-        Args:
-            x: As for `data.as_dataset`.
-            y: As for `data.as_dataset`.
-            sample_weight: As for `data.as_dataset`.
-            **settings: As for `data.as_dataset`.
-        """
+        """Return `data.as_dataset(...)`; an error on one worker is raised on all."""
         with self._strategy.job.vote():
             return data.as_dataset(x, y, sample_weight, **settings)
 
@@ -194,9 +181,9 @@ class Preparation:
             model_checks.check_inputs(self._model, inputs)
             if kind != "predict":
                 model_checks.check_targets(self._model, targets)
-        # Workers with different shapes would create different variables, and wait for each other without end.
+        # Workers with different shapes would create different variables and deadlock.
         self._strategy.job.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
-        self._engine.move_model(self._model)  # it may have been compiled again outside of the scope
+        self._engine.move_model(self._model)  # the user may have compiled it again outside of the scope
         with self._strategy.job.vote(), self.kernels():
             own_steps.prepare(self._model, kind, batch)
         self._engine.move_model(self._model)  # with what the step has created
@@ -204,15 +191,15 @@ class Preparation:
             self._place(batch, kind)
             num_weights = len(self._model.variables)
             model_checks.build(self._model, batch, kind, self._engine.creating_slots)
-        self._engine.move_model(self._model)  # a build may add metrics to the model
-        if len(self._model.variables) != num_weights:  # or layers of compute_loss
+        self._engine.move_model(self._model)  # building may have created metrics
+        if len(self._model.variables) != num_weights:  # or layers in compute_loss
             with self._strategy.job.vote(), self._engine.creation_scope():
                 self._place(batch, kind)
         keras_weight_placement.place_rest(self._model)
         return batch
 
     def _place(self, batch: Any, kind: str) -> None:
-        with self.kernels():  # a pipeline measures its layers
+        with self.kernels():  # as a pipeline measures its layers here
             self._engine.place(self._model, batch, kind == "train")
 
     def caller(
@@ -223,7 +210,7 @@ class Preparation:
         steps_per_call: int | None = None,
         testing: bool = False,
     ) -> StepCalls:
-        """Return the calls of a compiled loop over an iterator."""
+        """Return a caller of a compiled loop over an iterator."""
         return StepCalls(run_steps, self._model, self._strategy, epoch_iterator, callbacks, steps_per_call, testing)
 
     def callback_list(
@@ -238,8 +225,8 @@ class Preparation:
         steps, is_chief = epoch_iterator.steps_per_epoch, self._strategy.is_chief
         with self._strategy.job.vote("A callback"):
             saves = saves_models(callbacks, self._engine.divides_state)
-            found = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
-        return DeferringCallbacks(found, self._strategy, self._model if saves else None, self._read_order)
+            worker_callbacks = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
+        return DeferringCallbacks(worker_callbacks, self._strategy, self._model if saves else None, self._read_order)
 
     def validation(
         self,
@@ -249,15 +236,15 @@ class Preparation:
         frequency: int | Sequence[int],
         callbacks: DeferringCallbacks,
     ) -> Callable[[int], dict[str, float]]:
-        """Return a function from an epoch to the logs of its validation, empty if none is due.
+        """Return a function that validates after an epoch and returns the logs, empty if no validation is due.
 
         Raises:
             ValueError: If the frequency is neither a number of epochs nor a list of them.
         """
         if validation_data is None:
             return lambda epoch: {}
-        of_epochs = isinstance(frequency, Collection) and not isinstance(frequency, str)
-        if not (frequency >= 1 if isinstance(frequency, int | np.integer) else of_epochs):
+        lists_epochs = isinstance(frequency, Collection) and not isinstance(frequency, str)
+        if not (frequency >= 1 if isinstance(frequency, int | np.integer) else lists_epochs):
             raise ValueError(
                 f"validation_freq must be a number of epochs of at least 1 or a list of epochs, received {frequency!r}."
             )
@@ -275,7 +262,7 @@ class Preparation:
 
 
 def _shapes(spec: Any) -> str:
-    """Return one line with the type and shape of each tensor of an element, without the number of examples."""
+    """Return a line with type and shape, without the batch size, for each tensor of an element."""
     leaves = keras.tree.flatten_with_path(spec)
     return "\n".join(f"{'/'.join(map(str, path))}: {_shape(leaf)}" for path, leaf in leaves)
 

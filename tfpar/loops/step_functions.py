@@ -1,4 +1,4 @@
-"""The compiled loops and functions of one model on one engine, each compiled at its first use."""
+"""The compiled functions that run the steps of a model, each compiled at its first use."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from tfpar.strategies import Distributed
 
 
 class _Trained(NamedTuple):
-    """What a train step trains, as it was traced."""
+    """The optimizer and the weights with which a train step was traced."""
 
     optimizer: Any
     paths: list[str]  # of the weights
     trainable: list[bool]
-    num_moves: int  # of the variables, at the last check
+    num_moves: int  # how often variables had been moved at the last check
 
 
 class StepFunctions:
-    """The functions that run a model's steps, traced once for each `compile` of the model.
+    """The compiled functions that run the steps of a model, traced again after each `compile` of the model.
 
     Args:
         model: A compiled model.
         engine: Supplies the steps.
-        fused: Whether steps are traced with fused kernels.
+        fused: Whether steps use fused kernels.
     """
 
     def __init__(self, model: keras.Model, engine: Engine, fused: bool = True) -> None:
@@ -46,24 +46,24 @@ class StepFunctions:
         self._num_moves = 0
         self._weights: list[keras.Variable] = []
         self._compiled: dict[str, Any] = {}
-        self._given: dict[str, str] = {}
-        self._trained: _Trained | None = None  # by the first trace of a train step since `compile`
+        self._inputs: dict[str, str] = {}
+        self._trained: _Trained | None = None  # set by the first trace of a train step since `compile`
 
     def kernels(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the model's steps are traced: with fused kernels, unless XLA fuses by itself."""
+        """Return the context in which steps are traced, with fused kernels unless XLA is used."""
         return kernels.fused() if self._fused and not self._model.jit_compile else contextlib.nullcontext()
 
-    def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
-        """Compile once, until the model is compiled again, or has other weights, or its variables move.
+    def once(self, kind: str, compile_it: Callable[[], Any], inputs: str = "") -> Any:
+        """Compile a function once, until the model is compiled again, has other weights, or its variables are moved.
 
-        As in Keras, a change of `trainable` after a step was traced takes effect with the next call of `compile`.
+        As in Keras, a change of `trainable` takes effect at the next `compile`.
 
         Args:
             kind: The kind of function.
             compile_it: Compiles the function.
-            given: A key of further inputs of the compilation; with another key than last time, it is repeated.
+            inputs: A key of other inputs of the compilation; it is repeated if the key differs from the last one.
         """
-        # The object, not its id: a later compilation could have the address of one that was freed.
+        # Not the id of the compilation, which may be reused once it is freed.
         compilation = keras_model.compilation(self._model)
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
         weights = self._model.weights  # other ones after quantize(), for which Keras traces again
@@ -73,17 +73,16 @@ class StepFunctions:
         if compilation is not self._compilation or num_moves != self._num_moves or not is_same:
             self._compilation, self._num_moves, self._weights = compilation, num_moves, weights
             self._compiled.clear()
-        if kind not in self._compiled or self._given.get(kind, "") != given:
+        if kind not in self._compiled or self._inputs.get(kind, "") != inputs:
             self._compiled[kind] = compile_it()
-            self._given[kind] = given
+            self._inputs[kind] = inputs
         return self._compiled[kind]
 
     def check_trained(self) -> None:
-        """Refuse what would trace a train step again after a change that takes effect with `compile` alone.
+        """Raise an error if the train step must be traced again after a change that requires `compile`.
 
         Raises:
-            ValueError: If the model has other weights than in its last train step, another optimizer, or another
-                `trainable` after a move.
+            ValueError: If the weights, or after a move the optimizer or `trainable`, differ from those traced.
         """
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
         is_new = keras_model.compilation(self._model) is not self._compilation
@@ -111,15 +110,10 @@ class StepFunctions:
         self._trained = self._trained._replace(num_moves=num_moves)
 
     def loop(self, kind: str, distributed: Distributed) -> multi_step.StepLoop:
-        """Return the inner loop over train steps, or over evaluate steps.
-
-        Args:
-            kind: "train" or "evaluate".
-            distributed: The dataset.
-        """
+        """Return the compiled loop over steps of a kind, "train" or "evaluate", on a dataset."""
         model = self._model
         xla_choice.check(model)
-        # One function for elements of any size, but not of any rank: it would forget the number of axes.
+        # One function for elements of any size, but of one rank, so that the trace knows the number of axes.
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
         key = f"{kind} {(distributed.uneven_end, distributed.unknown_end)} {elements} {tf_determinism.is_enabled()}"
         compiled: multi_step.StepLoop = self.once(key, lambda: self._compiled_loop(kind, distributed))
@@ -141,11 +135,9 @@ class StepFunctions:
                 return run_step(model, batch)
 
         def logs() -> dict[str, tf.Tensor]:
-            if kind == "train":
-                engine.end_call(model)
-            return engine.metric_results(model, kind)
+            return engine.logs(model, kind)
 
-        # XLA knows all sizes; workers must trace alike, whatever sizes their parts have.
+        # XLA fixes sizes by itself. Workers must trace alike, whatever the sizes of their local batches.
         fixes_sizes = engine.job.num_workers == 1 and not engine.cuts_model and not model.jit_compile
         parts = multi_step.LoopParts(
             step,
@@ -163,19 +155,15 @@ class StepFunctions:
         return multi_step.compile_loop(parts, run_eagerly=model.run_eagerly)
 
     def _fallback(self) -> xla_choice.Fallback | None:
-        """Return the way back from XLA where it was chosen for the model."""
+        """Return the fallback from XLA if XLA was chosen automatically."""
         return xla_choice.Fallback(self._model, self._engine) if keras_model.is_chosen(self._model) else None
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:
-        """Return what predicts on elements of one kind: workers must trace alike, whatever sizes the parts have.
-
-        Args:
-            spec: Of the elements.
-        """
+        """Return a function that predicts on elements of a spec."""
         xla_choice.check(self._model)
 
         def compile_it() -> Callable[[Any], Any]:
-            predict_batch, run_again, way_back = compile_step(), self._again("predict"), self._fallback()
+            predict_batch, run_again, fallback = compile_step(), self._again("predict"), self._fallback()
 
             def run(batch: Any) -> Any:
                 revealing = contextlib.nullcontext() if run_again is None else revealed(lambda: run_again(batch))
@@ -183,17 +171,17 @@ class StepFunctions:
                     return predict_batch(batch)
 
             def predict(batch: Any) -> Any:
-                nonlocal predict_batch, way_back
+                nonlocal predict_batch, fallback
                 try:
                     outputs = run(batch)
                 except xla_choice.ERRORS as error:
-                    if way_back is None:
+                    if fallback is None:
                         raise
-                    way_back.leave_xla()
+                    fallback.leave_xla()
                     predict_batch = compile_step()
                     outputs = run(batch)
-                    way_back.explain(error)
-                way_back = None
+                    fallback.explain(error)
+                fallback = None
                 return outputs
 
             return predict
@@ -217,8 +205,7 @@ class StepFunctions:
                 return predict_batch
 
             def on_device(batch: Any) -> Any:
-                """XLA compiles for the device of the call, which must hold the weights."""
-                with tf.device(device):
+                with tf.device(device):  # XLA compiles for this device, which must hold the weights
                     return predict_batch(batch)
 
             return on_device
@@ -227,14 +214,14 @@ class StepFunctions:
         return compiled
 
     def _again(self, kind: str) -> Callable[[Any], None] | None:
-        """Return what runs a failed step again, for its element; None where TensorFlow reports the error."""
+        """Return a function that runs a failed step again to find the error; None if TensorFlow reports it."""
         again = None if self._model.run_eagerly else self._engine.step_again
         return None if again is None else functools.partial(again, self._model, kind)
 
     @property
     def _whole_step_in_xla(self) -> bool:
         engine = self._engine
-        return bool(self._model.jit_compile and engine.num_replicas == 1 and engine.compiles_with_xla)
+        return bool(self._model.jit_compile and engine.num_replicas == 1 and not engine.cuts_model)
 
 
 def _without_sizes(spec: Any) -> str:

@@ -1,1 +1,1 @@
-"""Parts of messages: received values, numbers, suggestions; imports no TensorFlow."""
+"""Building blocks of messages: received values, numbers, suggestions. Imports no TensorFlow."""

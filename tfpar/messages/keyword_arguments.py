@@ -15,15 +15,10 @@ Result = TypeVar("Result")
 
 
 def named(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return a function that suggests an argument for a mistyped one.
-
-    Python's own message names the mistyped one only. The signature, for `help` and for editors, is unchanged.
-
-    Args:
-        function: A function or method.
+    """Wrap a function so that its error about an unknown keyword argument suggests the right one.
 
     Raises:
-        TypeError: From the returned function, if it is called with an unknown argument.
+        TypeError: From the wrapped function, if it is called with an unknown argument.
 
     Example:
         >>> @named
@@ -43,12 +38,12 @@ def named(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 
 def check(function: Callable[..., Any], called: str, names: Iterable[str]) -> None:
-    """Refuse an unknown keyword argument with a suggestion.
+    """Raise an error with a suggestion if a function does not take a keyword argument.
 
     Args:
-        function: The function or method that takes the arguments.
+        function: The function or method.
         called: The name under which the user called it.
-        names: The names of the given arguments.
+        names: The names of the passed keyword arguments.
 
     Raises:
         TypeError: If the function does not take one of them.
@@ -56,11 +51,12 @@ def check(function: Callable[..., Any], called: str, names: Iterable[str]) -> No
     Example:
         >>> check(lambda epochs=1: None, "fit", ["epochs"])
     """
-    kinds = inspect.signature(function).parameters
-    takes = [name for name, one in kinds.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    takes = [name for name in takes if name not in ("self", "cls")]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    known = [name for name in known if name not in ("self", "cls")]
     for name in names:
-        if name not in takes:
-            near = sorted(takes, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio(), reverse=True)
-            way_out = did_you_mean(name, near) or f" It takes {', '.join(takes)}."
+        if name not in known:
+            near = sorted(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio(), reverse=True)
+            way_out = did_you_mean(name, near) or f" It takes {', '.join(known)}."
             raise TypeError(f"{called}() has no argument {name!r}.{way_out}")

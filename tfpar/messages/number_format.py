@@ -1,4 +1,4 @@
-"""Numbers and lines of text for the terminal; imports no TensorFlow."""
+"""Numbers and lines of text for the terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def figure(value: Any) -> str:
-    """Return a number, or several, in few digits.
-
-    Args:
-        value: A number, or a list of them.
+    """Return a number, or the numbers of a list, in about four digits.
 
     Example:
         >>> [figure(value) for value in (9738.7, 64, 0.0, 1.97482, 0.88244, 0.00012345, 2e-7)]
@@ -34,7 +31,7 @@ def figure(value: Any) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is one.
+    """Return a number and its noun, in the plural unless the number is 1.
 
     Example:
         >>> counted(1, "epoch"), counted(1500, "step")
@@ -44,7 +41,7 @@ def counted(number: float, noun: str) -> str:
 
 
 def flops(number: float) -> str:
-    """Return a number of floating-point operations in the largest decimal unit that it reaches.
+    """Return a number of floating-point operations with a decimal prefix.
 
     Example:
         >>> flops(2.56e10), flops(352)
@@ -54,7 +51,7 @@ def flops(number: float) -> str:
 
 
 def memory(num_bytes: float) -> str:
-    """Return a size in the largest decimal unit that it reaches, with three digits.
+    """Return a size in bytes with a decimal prefix, in three digits.
 
     Example:
         >>> memory(14_100_000_000), memory(475e6), memory(12)
@@ -69,7 +66,7 @@ def _with_prefix(number: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in seconds, milliseconds or microseconds, with three digits.
+    """Return a duration in seconds, milliseconds or microseconds, in three digits.
 
     Example:
         >>> duration(12.3), duration(0.2118), duration(0.00004)
@@ -83,7 +80,7 @@ def duration(seconds: float) -> str:
 
 
 def describe_flops(flops_per_step: float, mfu: float | None) -> str:
-    """Return the model FLOPs of a step, and the MFU where it is known.
+    """Return the model FLOPs of a step, and the MFU if it is known.
 
     Example:
         >>> describe_flops(2.56e10, 0.413), describe_flops(2.56e10, None)
@@ -93,7 +90,7 @@ def describe_flops(flops_per_step: float, mfu: float | None) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number of at least 0 with three digits, or with all digits before the point.
+    """Return a nonnegative number in three digits, or all digits before the point if these are more.
 
     Example:
         >>> [three_digits(value) for value in (12345.6, 123.4, 99.96, 12.34, 0.1234, 0)]
@@ -104,12 +101,7 @@ def three_digits(value: float) -> str:
 
 
 def line(label: str, text: str, label_columns: int = LABEL_COLUMNS) -> str:
-    """Return a label and its text in lines that fit the terminal; words are not broken.
-
-    Args:
-        label: A word.
-        text: The text.
-        label_columns: The column at which the text begins.
+    """Return a label and its text, which begins at `label_columns` and is wrapped to the width of the terminal.
 
     Example:
         >>> line("batch", "64 examples")

@@ -1,4 +1,4 @@
-"""The messages of errors of Keras and TensorFlow, and the reasons that they give, without what is added around them."""
+"""The messages of Keras' and TensorFlow's errors, without what these add around the reason."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ _ADDED = re.compile(r"\{\{function_node [^}]*\}\} ?| ?\[Op:\w+\].*")
 
 
 def message_of(error: BaseException) -> str:
-    r"""Return the message of an error without control sequences of terminals: Keras 3.15 prints parts of it in bold.
-
-    Args:
-        error: Any error whose message is part of a text.
+    r"""Return the message of an error without terminal control sequences, as Keras 3.15 writes parts in bold.
 
     Example:
         >>> message_of(ValueError("\x1b[1mToo large.\x1b[0m"))
@@ -26,22 +23,19 @@ def message_of(error: BaseException) -> str:
 
 
 def without_control_sequences(text: str) -> str:
-    """Return a text without the control sequences of terminals, such as colours."""
+    """Return a text without terminal control sequences, such as colours."""
     return _CONTROL_SEQUENCES.sub("", text)
 
 
 def reason_of(error: Exception) -> str:
-    r"""Return the first line of the message of an error, without the full stop.
-
-    Args:
-        error: An error that a layer or an operation raised.
+    r"""Return the reason of an error of a layer or an operation, in one line without a full stop.
 
     Example:
         >>> reason_of(ValueError("Exception encountered when calling Own.call().\n\n\x1b[1mToo large.\x1b[0m"))
         'Too large'
     """
     text = message_of(error)
-    if found := _AROUND.match(text):
-        text = found[1]
+    if match := _AROUND.match(text):
+        text = match[1]
     lines = [_ASSERTED.sub(r"\1", _ADDED.sub("", line)).strip() for line in text.splitlines()]
     return next(filter(None, lines), type(error).__name__).removesuffix(".")

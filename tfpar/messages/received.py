@@ -1,7 +1,6 @@
-"""Received values in error messages: on one line, with at most about 80 characters, 120 for paths.
+"""Received values in error messages: shortened, on one line, without control characters.
 
-A whole value could be as long as a file, contain control characters of the terminal, or raise an error: Python refuses
-to print integers of more than 4,300 digits.
+Printing a whole value could fill the screen or raise an error: Python refuses integers of more than 4,300 digits.
 """
 
 from __future__ import annotations
@@ -21,26 +20,19 @@ _MAX_BITS = 256
 
 
 def excerpt(text: str, columns: int = COLUMNS) -> str:
-    r"""Return the beginning of a text on one line, with unprintable characters escaped.
-
-    Args:
-        text: Any text, of any length.
-        columns: The longest result, in characters.
+    r"""Return the first `columns` characters of a text on one line, with unprintable characters escaped.
 
     Example:
         >>> print(excerpt("two\nlines"), excerpt("0123456789", columns=6))
         two\nlines 012...
     """
-    shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: columns + 1])
+    beginning = text[: columns + 1]
+    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in beginning)
     return shown if len(shown) <= columns else shown[: columns - 3] + "..."
 
 
 def quoted(value: object, columns: int = COLUMNS) -> str:
-    """Return the `repr` of a value, shortened.
-
-    Args:
-        value: Anything.
-        columns: The longest result, in characters.
+    """Return the `repr` of a value, shortened to `columns` characters.
 
     Example:
         >>> quoted("node1"), quoted("x" * 1000)[-4:]
@@ -53,10 +45,7 @@ def quoted(value: object, columns: int = COLUMNS) -> str:
 
 
 def toml(value: object) -> str:
-    """Return a value in TOML syntax, shortened; None is the word "none".
-
-    Args:
-        value: A value of a TOML file, or None.
+    """Return a value in TOML syntax, shortened; None becomes "none".
 
     Example:
         >>> toml(("GPU:0", True, 1.5, None))
@@ -67,11 +56,7 @@ def toml(value: object) -> str:
 
 
 def path(name: str | os.PathLike[str], columns: int = PATH_COLUMNS) -> str:
-    """Return a path, shortened at its beginning.
-
-    Args:
-        name: The path.
-        columns: The longest result, in characters; `COLUMNS` where the message has another long value.
+    """Return a path, shortened at its beginning to `columns` characters.
 
     Example:
         >>> path("runs/digits")
@@ -82,11 +67,7 @@ def path(name: str | os.PathLike[str], columns: int = PATH_COLUMNS) -> str:
 
 
 def listed(names: Iterable[str], columns: int = 2 * COLUMNS) -> str:
-    """Return names separated by commas, as many as fit.
-
-    Args:
-        names: Names of tfpar, or names that are already shortened.
-        columns: The longest result, in characters.
+    """Return names, separated by commas, as many as fit into `columns` characters.
 
     Example:
         >>> listed(["one", "two", "three"], columns=12)
@@ -97,10 +78,7 @@ def listed(names: Iterable[str], columns: int = 2 * COLUMNS) -> str:
 
 
 def first_problems(problems: Sequence[str]) -> list[str]:
-    """Return the first few of many problems, one sentence each, and the number of the others.
-
-    Args:
-        problems: Any number of sentences.
+    """Return the first `MAX_PROBLEMS` sentences, and a sentence with the number of the others.
 
     Example:
         >>> first_problems(["a."] * 10)[-1]
@@ -113,7 +91,7 @@ def first_problems(problems: Sequence[str]) -> list[str]:
 
 
 def _pruned(value: Any, levels: int) -> Any:
-    """Return enough of a value to fill a line, with large integers as text for `json`."""
+    """Return enough of a value to fill a line, with large integers as text, for `json`."""
     if isinstance(value, str):
         return value[: COLUMNS + 1]
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_LONGEST = 200
+_MAX_CHARACTERS = 200
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """Return the closest of several names.
+    """Return the name that is closest to a word; None if no name is close.
 
-    A name that is equal except for case and separators comes first, then initials, parts of names, and typing errors.
+    Equality except for case and separators counts first, then initials, substrings and typing errors.
 
     Args:
         word: The received word.
-        names: The possible names, the likelier first.
-
-    Returns:
-        One of the names; None if none is close.
+        names: The possible names, likelier ones first.
 
     Example:
         >>> closest("lr", ["name", "learning_rate"])
@@ -28,7 +25,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
         >>> closest("batch_size", ["epochs", "global_batch_size"])
         'global_batch_size'
     """
-    if len(word) > _LONGEST:  # no name is close, and the comparison would take seconds
+    if len(word) > _MAX_CHARACTERS:  # the comparison would take seconds
         return None
     by_plain = {_plain(name): name for name in reversed(list(names))}
     plain = _plain(word)
@@ -45,7 +42,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return a question to append to a sentence, with a space before it; empty if no name is close.
+    """Return a question that follows a sentence, with a leading space; empty if no name is close.
 
     Example:
         >>> did_you_mean("mirored", ["auto", "mirrored"])

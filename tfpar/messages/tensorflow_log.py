@@ -1,7 +1,7 @@
-"""A filter for TensorFlow's start-up messages; all other output is kept.
+"""A filter for TensorFlow's start-up messages. Set TF_CPP_MIN_LOG_LEVEL=0 to see all of them.
 
-TensorFlow 2.21 prints a part of them while it is imported, before it reads TF_CPP_MIN_LOG_LEVEL, so only a redirection
-of the file descriptor can filter them. Set TF_CPP_MIN_LOG_LEVEL=0 to see all of them.
+TensorFlow 2.21 prints some of them during its import, before it reads TF_CPP_MIN_LOG_LEVEL, so the file descriptor must
+be redirected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Files of TensorFlow's C++ code that report the devices of the machine and the forming of a cluster.
+# TensorFlow's C++ files that report devices and the start of a cluster.
 _FILES = (
     "port",
     "cudart_stub",
@@ -49,7 +49,7 @@ _DEVICES = ("nvidiactl", "nvidia0", "dxg")
 def is_startup_message(line: str) -> bool:
     """Return whether a line on standard error is one of TensorFlow's start-up messages.
 
-    On a machine without an NVIDIA device the failed call of its driver is one of them; otherwise it is an error.
+    A failed call of NVIDIA's driver is one, unless the machine has an NVIDIA device.
 
     Example:
         >>> is_startup_message("I0000 00:00:1700000000.123456    42 port.cc:153] oneDNN custom operations are on.")
@@ -61,13 +61,13 @@ def is_startup_message(line: str) -> bool:
 
 
 def wants_all(environment: Mapping[str, str]) -> bool:
-    """Return whether the user wants to see all messages."""
+    """Return whether the user asks for all messages."""
     return environment.get(LEVEL) == "0"
 
 
 def install() -> None:
-    """Suppress TensorFlow's start-up messages that are not printed yet."""
-    for is_shown in (_is_no_report_of_distribution, _is_no_repetition):
+    """Suppress TensorFlow's start-up messages."""
+    for is_shown in (_is_not_about_distribution, _is_not_repeated):
         logging.getLogger("tensorflow").addFilter(is_shown)
     if wants_all(os.environ):
         return
@@ -79,30 +79,30 @@ def install() -> None:
         sys.meta_path.insert(0, _finder)
     elif hasattr(tensorflow, "config"):
         with without_startup_messages():
-            _look_for_devices(tensorflow)
+            _list_devices(tensorflow)
 
 
 def uninstall() -> None:
-    """Stop the suppression of TensorFlow's start-up messages, to record them in a file."""
+    """Stop suppressing TensorFlow's start-up messages, so that they can be recorded."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     while _was_set:
         os.environ.pop(_was_set.pop(), None)
 
 
-def _look_for_devices(tensorflow: Any) -> None:
-    """Trigger TensorFlow's message about a missing driver, which it prints once, where it is suppressed."""
+def _list_devices(tensorflow: Any) -> None:
+    """Trigger TensorFlow's message about a missing driver, which it prints once, while it is suppressed."""
     if not _has_gpu():
         tensorflow.config.list_physical_devices()
 
 
-def _is_no_report_of_distribution(record: logging.LogRecord) -> bool:
-    """Drop INFO messages of tf.distribute such as "Reduce to …", which TensorFlow's logger shows in notebooks."""
+def _is_not_about_distribution(record: logging.LogRecord) -> bool:
+    """Drop INFO messages of tf.distribute, such as "Reduce to …", which notebooks show."""
     return record.levelno > logging.INFO or "tensorflow/python/distribute" not in Path(record.pathname).as_posix()
 
 
-def _is_no_repetition(record: logging.LogRecord) -> bool:
-    """Show once that a replica runs eagerly: TensorFlow 2.21 warns in each of the first five steps."""
+def _is_not_repeated(record: logging.LogRecord) -> bool:
+    """Show the warning about eager replicas once: TensorFlow 2.21 repeats it in the first five steps."""
     if "eagerly has significant overhead" not in str(record.msg):
         return True
     is_new = record.msg not in _shown
@@ -111,7 +111,7 @@ def _is_no_repetition(record: logging.LogRecord) -> bool:
 
 
 class _QuietImport(importlib.abc.MetaPathFinder):
-    """Finds TensorFlow, once, and suppresses the messages of its import."""
+    """Suppresses the messages of TensorFlow's import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -127,7 +127,7 @@ class _QuietImport(importlib.abc.MetaPathFinder):
             def exec_module(module: Any) -> None:
                 with without_startup_messages():
                     execute(module)
-                    _look_for_devices(module)
+                    _list_devices(module)
 
             loader.exec_module = exec_module
         return spec
@@ -140,20 +140,20 @@ _shown: set[str] = set()
 
 @contextlib.contextmanager
 def without_startup_messages() -> Iterator[None]:
-    """Buffer standard error, and write it at the end without the start-up messages.
+    """Buffer standard error, and write it at the end of the context without the start-up messages.
 
-    After a crash the buffer is lost, but Python's fault handler still writes to the terminal.
+    A crash loses the buffer, but Python's fault handler writes to the terminal.
     """
     if not _is_open(2):
         yield
         return
     _flush_errors()
-    # Unbuffered: after a failed write, as on a full disk, closing the file must not fail again.
-    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb", buffering=0) as terminal:
+    # Unbuffered, so that closing the file cannot fail after a failed write, as on a full disk.
+    with tempfile.TemporaryFile() as buffer, os.fdopen(os.dup(2), "wb", buffering=0) as terminal:
         reports_crashes = not faulthandler.is_enabled()
         if reports_crashes:
             faulthandler.enable(terminal.fileno())
-        os.dup2(held.fileno(), 2)
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         finally:
@@ -161,16 +161,16 @@ def without_startup_messages() -> Iterator[None]:
             os.dup2(terminal.fileno(), 2)
             if reports_crashes:
                 faulthandler.disable()
-            held.seek(0)
+            buffer.seek(0)
             with contextlib.suppress(OSError):
-                for line in held:
+                for line in buffer:
                     if not is_startup_message(line.decode(errors="replace").rstrip("\n")):
                         terminal.write(line)
 
 
 def _flush_errors() -> None:
     with contextlib.suppress(OSError):
-        if sys.stderr is not None:  # None if it was closed when Python started
+        if sys.stderr is not None:  # None if it was closed at the start of Python
             sys.stderr.flush()
 
 

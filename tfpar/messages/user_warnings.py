@@ -1,4 +1,4 @@
-"""Warnings with the user's own line."""
+"""Warnings that name the user's own line."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).parent.parent)
-_IS_TRIAL = contextvars.ContextVar("is_trial", default=False)
+_IS_SUPPRESSED = contextvars.ContextVar("is_suppressed", default=False)
 
 
 @contextlib.contextmanager
-def in_trial() -> Iterator[None]:
-    """Leave out the warnings of a trial, whose strategy the user has not chosen, inside this context.
+def suppressed() -> Iterator[None]:
+    """Suppress warnings in this context, such as those about a strategy that only the planner has chosen.
 
     Example:
-        >>> with in_trial():
-        ...     warn("No layer is divided.")
+        >>> with suppressed():
+        ...     warn("No layer is sharded.")
     """
-    token = _IS_TRIAL.set(True)
+    token = _IS_SUPPRESSED.set(True)
     try:
         yield
     finally:
-        _IS_TRIAL.reset(token)
+        _IS_SUPPRESSED.reset(token)
 
 
 def warn(message: str) -> None:
-    """Warn with the line outside of tfpar that called it, which the user can change.
+    """Warn with the last line outside of tfpar, which the user can change.
 
     Args:
-        message: The problem, and the way out.
+        message: The problem and the way out.
 
     Example:
         >>> warn("Your input ran out of data.")
     """
-    if _IS_TRIAL.get():
+    if _IS_SUPPRESSED.get():
         return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):

@@ -1,4 +1,4 @@
-"""The user's own code in tracebacks: its files and lines, and its functions by their full names."""
+"""The user's own code in tracebacks: files, lines and qualified names of functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIBRARIES = {Path(signal.__file__).resolve().parent, Path(__file__).resolve().p
 
 
 class Frame(Protocol):
-    """A frame of a traceback of Python, or of TensorFlow."""
+    """A frame of a traceback of Python or TensorFlow."""
 
     @property
     def filename(self) -> str: ...  # noqa: D102
@@ -27,9 +27,9 @@ class Place(NamedTuple):
     """A line of the user's own code.
 
     Attributes:
-        file: The file, as the traceback names it.
-        line: The number of the line, from 1.
-        function: The function around it with its classes, such as "MyLayer.call"; empty outside of functions.
+        file: The file, as named in the traceback.
+        line: The line number, from 1.
+        function: The qualified name of the function, such as "MyLayer.call"; empty outside of functions.
     """
 
     file: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def last_place(frames: Iterable[Frame]) -> Place | None:
-    """Return the last line of the user's own code among frames, the oldest of which comes first; None without one."""
+    """Return the last line of the user's own code in frames, oldest first; None if there is none."""
     users = [frame for frame in frames if is_users(frame.filename)]
     if not users:
         return None
@@ -47,15 +47,15 @@ def last_place(frames: Iterable[Frame]) -> Place | None:
 
 
 def users_place(error: BaseException) -> str:
-    """Return the last line of the user's own code in the traceback of an error, as "file:line"; empty without one."""
+    """Return the last line of the user's own code in the traceback of an error, as "file:line"; else an empty text."""
     if isinstance(error, SyntaxError) and is_users(error.filename or "<unknown>"):
-        return f"{error.filename}:{error.lineno}"  # no frame of it is in the traceback
+        return f"{error.filename}:{error.lineno}"  # which has no frame in the traceback
     place = last_place(traceback.extract_tb(error.__traceback__))
     return "" if place is None else f"{place.file}:{place.line}"
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is the user's own: not of tfpar, of an installed package or of Python itself."""
+    """Return whether a file is the user's own, and not of tfpar, an installed package or Python."""
     if file.startswith("<"):
         return False
     path = Path(file).resolve()
@@ -63,25 +63,25 @@ def is_users(file: str) -> bool:
 
 
 def function_at(file: str, line: int) -> str:
-    """Return the innermost function around a line of a file, with its classes; empty outside of functions.
+    """Return the qualified name of the innermost function around a line; empty outside of functions.
 
     Example:
         >>> import inspect
         >>> function_at(__file__, inspect.getsourcelines(function_at)[1] + 1)
         'function_at'
     """
-    around = [(first, name) for first, last, name in _functions(file) if first <= line <= last]
-    return max(around, default=(0, ""))[1]
+    enclosing = [(first, name) for first, last, name in _functions(file) if first <= line <= last]
+    return max(enclosing, default=(0, ""))[1]
 
 
 @functools.cache
 def _functions(file: str) -> list[tuple[int, int, str]]:
-    """Return the first line, the last line and the name of each function of a file."""
+    """Return the first line, the last line and the qualified name of each function of a file."""
     try:
         tree = ast.parse(Path(file).read_text())
-    except (OSError, ValueError, SyntaxError):  # a notebook, or a file that has changed since
+    except (OSError, ValueError, SyntaxError):  # a notebook, or a file that has changed
         return []
-    found: list[tuple[int, int, str]] = []
+    functions: list[tuple[int, int, str]] = []
 
     def visit(node: ast.AST, names: tuple[str, ...]) -> None:
         for child in ast.iter_child_nodes(node):
@@ -89,8 +89,8 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner = (*names, child.name)
                 if not isinstance(child, ast.ClassDef):
-                    found.append((child.lineno, child.end_lineno or child.lineno, ".".join(inner)))
+                    functions.append((child.lineno, child.end_lineno or child.lineno, ".".join(inner)))
             visit(child, inner)
 
     visit(tree, ())
-    return found
+    return functions

@@ -1,4 +1,4 @@
-"""Arguments that count something."""
+"""A check of arguments that must be whole numbers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tfpar.messages.received import quoted
 
 
 def check_whole_number(name: str, value: Any) -> None:
-    """Refuse an argument that is no whole number.
+    """Raise an error if an argument is not a whole number. As for `range`, NumPy integers are; 2.0 is not.
 
     Args:
-        name: Of the argument.
-        value: Its value; NumPy's integers are whole numbers, 2.0 is none, as in Python's `range`.
+        name: The name of the argument.
+        value: Its value.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If it is not a whole number.
 
     Example:
         >>> check_whole_number("epochs", 3)

@@ -1,1 +1,1 @@
-"""The owner of each weight, and the device of its memory and of the operations on it."""
+"""The owner of each weight, and the devices of its memory and of the operations on it."""

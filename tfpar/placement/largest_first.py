@@ -1,4 +1,4 @@
-"""The division of sizes over owners. Pure Python, for plans before TensorFlow starts."""
+"""Divide weights evenly over owners. Pure Python, for plans before TensorFlow starts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def largest_first(num_bytes: Sequence[int], num_owners: int, loads: Sequence[int] = ()) -> list[int]:
-    """Return the owner of each weight: the largest weights first, each to the owner with the fewest bytes.
+    """Assign weights to owners: the largest first, each to the owner with the fewest bytes.
 
-    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: no owner has more than 4/3 of the bytes of the best
-    division.
+    No owner has more than 4/3 of the bytes of the best division (Graham, "Bounds on Multiprocessing Timing Anomalies",
+    1969).
 
     Args:
         num_bytes: The size of each weight.
@@ -17,7 +17,7 @@ def largest_first(num_bytes: Sequence[int], num_owners: int, loads: Sequence[int
         loads: The bytes that each owner has already; none by default.
 
     Returns:
-        A number from 0 for each weight, equal in every process.
+        The owner of each weight, from 0; the same in every process.
 
     Example:
         >>> largest_first([4, 400, 200, 200], num_owners=2)

@@ -1,7 +1,7 @@
-"""The table of owners: which replica, worker or stage stores a weight, updates it and holds its optimizer state.
+"""Choose the owner of each weight: the replica, worker or stage that updates it and holds its optimizer state.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1. Owners have
-whole weights: Adafactor, Lamb, Muon and `clipnorm` need whole tensors.
+As in stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+Owners have whole weights, because Adafactor, Lamb, Muon and `clipnorm` need whole tensors.
 """
 
 from __future__ import annotations
@@ -17,23 +17,15 @@ import tensorflow as tf
 from tfpar.placement.largest_first import largest_first
 
 
-class Home(NamedTuple):
-    """The place of a weight in a grid of replicas and stages.
-
-    Args:
-        owner: The replica.
-        stage: The stage.
-    """
+class Placement(NamedTuple):
+    """The replica that owns a weight, and the stage that computes with it."""
 
     owner: int
     stage: int
 
 
 def num_bytes(variable: keras.Variable) -> int:
-    """Return the size of a variable.
-
-    Args:
-        variable: Any variable with a shape.
+    """Return the size of a variable in bytes.
 
     Example:
         >>> num_bytes(keras.Variable(np.zeros([3, 4], "float32")))
@@ -49,14 +41,13 @@ def choose_owners(
     known: Mapping[int, int] = MappingProxyType({}),
     group_of: Callable[[keras.Variable], Hashable] = lambda weight: None,
 ) -> dict[int, int]:
-    """Return the owner of each weight by the weight's `id`, with about as many bytes for each.
+    """Choose an owner for each weight, with about equally many bytes for each; return owners by weight `id`.
 
     Args:
         weights: Weights, in the same order in every process.
         num_owners: The number of owners.
-        known: Owners that were chosen before, which stay: optimizer state does not move to another worker.
-        group_of: Returns the group of a weight. Each group is divided over the owners by itself, such as the weights
-            of each stage.
+        known: Owners chosen before, which stay, because optimizer state does not move to another worker.
+        group_of: Returns the group of a weight, such as its stage. Each group is divided over the owners by itself.
 
     Example:
         >>> kernel, bias = keras.Variable(np.zeros([3, 4])), keras.Variable(np.zeros([4]))
@@ -80,23 +71,23 @@ def choose_owners(
     return owners
 
 
-def homes(
+def placements(
     model: keras.Model, stages: Mapping[int, int], num_replicas: int, *, shards_weights: bool = False
-) -> dict[int, Home]:
-    """Return the home of each variable of a model in stages, by the variable's `id`.
+) -> dict[int, Placement]:
+    """Return the placement of each variable of a model in stages, by variable `id`.
 
-    The trained weights of each stage are divided over the replicas, so that each updates a part of them and holds a
-    part of the optimizer's state. The other variables are on the first replica.
+    The trainable weights of each stage are divided over the replicas: each updates some and holds their optimizer
+    state. The first replica owns all other variables.
 
     Args:
         model: A model with built layers.
-        stages: The stage of each variable, by the variable's `id`.
+        stages: The stage of each variable, by variable `id`.
         num_replicas: Number of replicas.
-        shards_weights: Whether all variables are divided, those of all stages together: each replica has all stages on
-            one device.
+        shards_weights: Whether all variables are divided over the replicas, each of which runs all stages on one
+            device.
     """
     if shards_weights:
         owners = choose_owners(model.variables, num_replicas)
     else:
         owners = choose_owners(model.trainable_variables, num_replicas, group_of=lambda weight: stages[id(weight)])
-    return {id(variable): Home(owners.get(id(variable), 0), stages[id(variable)]) for variable in model.variables}
+    return {id(variable): Placement(owners.get(id(variable), 0), stages[id(variable)]) for variable in model.variables}

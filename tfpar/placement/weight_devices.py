@@ -1,9 +1,10 @@
-"""The devices of weights and optimizer state, and of the operations on them."""
+"""Place weights, their optimizer state and the operations on them on devices."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -11,52 +12,56 @@ import tensorflow as tf
 
 from tfpar._compat.graphs import tf_graph, tf_tapes
 from tfpar._compat.optimizers import keras_optimizer
-from tfpar._compat.variables import keras_variables, keras_weight_placement
-from tfpar.placement.owners import Home
+from tfpar._compat.variables import keras_variables, keras_weight_placement, sharded_memory
 
 _MANY = 2**62
 
 
-def place_weights(model: keras.Model, homes: Mapping[int, Home], devices: Sequence[Sequence[str]]) -> None:
-    """Place every weight on the device of its home.
+def place_weights(
+    model: keras.Model,
+    devices_of: Callable[[Any], Sequence[str]],
+    sharded: Mapping[Any, tuple[int, Sequence[int]]] = MappingProxyType({}),
+) -> None:
+    """Place sharded weights on the devices of their shards, and each other weight on its device.
 
-    A weight without allocated memory is allocated there, so that a model larger than any single device can be built.
-    Existing optimizer state moves with its weight.
+    A weight without memory is allocated there, so that a model can be larger than any single device.
 
     Args:
         model: A model with built layers.
-        homes: The home of each variable, by the variable's `id`.
-        devices: The device of each stage, for each replica.
+        devices_of: Returns the devices of the shards of a variable, by their full names; a variable that is not sharded
+            is placed on the first.
+        sharded: The axis of each sharded weight and the sizes of its shards, by the weight's `id`.
 
     Example:
         >>> layer = keras.layers.Dense(4)
         >>> model = keras.Sequential([keras.Input((4,)), layer])
-        >>> place_weights(model, {id(weight): Home(0, 1) for weight in model.variables}, [["CPU:0", "CPU:1"]])
+        >>> place_weights(model, lambda weight: ["CPU:1"])
         >>> layer.kernel.value.device[-5:]
         'CPU:1'
     """
-    moved = []
+    moves = keras_variables.num_moves(model.variables)
     for variable in model.variables:
-        replica, stage = homes[id(variable)]
-        moved.append(keras_weight_placement.place(variable, devices[replica][stage]))
+        if id(variable) in sharded:
+            sharded_memory.place_shards(variable, *sharded[id(variable)], devices_of(variable))
+        else:
+            keras_weight_placement.place(variable, devices_of(variable)[0])
     optimizer = keras_variables.optimizer_of(model)
-    if any(moved) and optimizer is not None and optimizer.built:
-        keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
+    if keras_variables.num_moves(model.variables) != moves and optimizer is not None and optimizer.built:
+        keras_optimizer.move_slots(optimizer)
 
 
 @contextlib.contextmanager
 def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[list[tf.Tensor]]:
-    """Run the operations of a context on one device, with copies of the weights of other devices.
+    """Run the operations of this context on one device, on copies of weights that are on other devices.
 
-    An operation compiled with XLA, such as a grouped convolution of Keras on a CPU, can read weights of its own device
-    only.
+    Operations compiled with XLA, such as grouped convolutions on a CPU, can only read weights of their own device.
 
     Args:
-        device: Such as `"/device:GPU:0"`.
+        device: The device, such as `"/device:GPU:0"`.
         variables: The weights and states that the operations read. Changes to copies are discarded.
 
     Yields:
-        A list of the losses that layers added in the context and did not store. It is filled at the end.
+        A list that receives, at the end, the losses that layers added and did not store.
 
     Example:
         >>> weight = keras.Variable([1.0, 2.0])
@@ -79,11 +84,10 @@ def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[list
 
 @contextlib.contextmanager
 def follow_data() -> Iterator[None]:
-    """Place every operation of a context on the device of its largest input.
+    """Place every operation of this context on the device of its largest input.
 
     Keras' optimizers do not place their operations, so all gradients and weights would be copied to the first device.
-    In this context the clipping, moving averages and update of a weight run on its device, with their constants, and
-    only norms are transferred.
+    In this context a weight is clipped, averaged and updated on its own device, and only norms are transferred.
 
     Example:
         >>> with tf.device("CPU:0"):
@@ -100,10 +104,10 @@ def follow_data() -> Iterator[None]:
     captured: dict[int, Any] = {}
 
     def device_of(tensor: Any) -> str:
-        """Return the device of a tensor; for a captured tensor that of the tensor outside of the function.
+        """Return the device of a tensor; of a captured tensor, the device outside the function.
 
-        The placeholder of a captured tensor may have the device of a context around the function, and TensorFlow reads
-        variables outside of all contexts, on the device of their handle.
+        The placeholder of a captured tensor may have the device of a context around the function, and variables are
+        read on the device of their handle.
         """
         while hasattr(tensor, "op"):
             if tensor.op.type == "ReadVariableOp" and not tensor.device:
@@ -122,9 +126,9 @@ def follow_data() -> Iterator[None]:
         largest, device_of_largest = -1.0, ""
         for tensor in op.inputs:
             device = device_of(tensor)
-            # A resource handle counts as its variable, rows of unknown number as many.
-            known = tensor.shape.num_elements()
-            size = float("inf") if tensor.dtype == tf.resource else _MANY if known is None else known
+            # A resource handle counts as a variable, an unknown number of rows as many.
+            num_elements = tensor.shape.num_elements()
+            size = float("inf") if tensor.dtype == tf.resource else _MANY if num_elements is None else num_elements
             if device and size > largest:
                 largest, device_of_largest = size, device
         device = op.device or device_of_largest

@@ -1,1 +1,1 @@
-"""The choice of a layout before training: candidates, those that can fit, their order, and their measured steps."""
+"""Choose a layout before training: list candidates, drop those that cannot fit, measure steps, rank."""

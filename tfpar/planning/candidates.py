@@ -1,4 +1,4 @@
-"""The layouts of some devices that give one device's result: candidates, and what is left out, with the reason."""
+"""The candidate layouts of a plan, all with the result of one device, and the reasons why others are left out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _OPTIMIZER: tuple[Shard, ...] = (None, "optimizer")
 
 
 def candidates(facts: ModelFacts, num_devices: int, num_workers: int = 1, *, recompute: bool = False) -> list[Layout]:
-    """Return the layouts of some devices that the model and the batch allow.
+    """Return the layouts that the model, its batch and the devices allow.
 
-    Fewer devices than there are count too: one device may be faster than two.
+    Layouts may use fewer devices than there are: one device may be faster than two.
 
     Args:
         facts: The model and its batch.
         num_devices: Devices of each worker.
         num_workers: Number of workers; all are used.
-        recompute: Whether to add pipelines that recompute activations, which save memory and no time.
+        recompute: Whether to add pipelines that recompute activations, which saves memory but no time.
 
     Example:
         >>> facts = ModelFacts("mlp", 10, batch=4, weight_bytes=40, variable_bytes=(40,), slot_bytes=0)
@@ -44,10 +44,7 @@ def candidates(facts: ModelFacts, num_devices: int, num_workers: int = 1, *, rec
 
 
 def numbers_tried(number: int) -> list[int]:
-    """Return the numbers of devices to consider: all, half of them, and the powers of two below.
-
-    Args:
-        number: Those that there are.
+    """Return the numbers of devices to try: all `number` of them, half, and the powers of two below.
 
     Example:
         >>> numbers_tried(8), numbers_tried(12)
@@ -58,7 +55,7 @@ def numbers_tried(number: int) -> list[int]:
 
 
 def not_considered(facts: ModelFacts, num_devices: int, num_workers: int = 1) -> list[str]:
-    """Return in words what gives one device's result on these devices and is no candidate, each with the reason.
+    """Name the layouts that would give the result of one device but are not candidates, with the reasons.
 
     Args:
         facts: The model and its batch.
@@ -105,7 +102,7 @@ def _shards(num_shards: int, replicas: int, num_workers: int, facts: ModelFacts)
 def _pipelines(grid: Layout, facts: ModelFacts, recompute: bool) -> Iterator[Layout]:
     if grid.num_stages > facts.num_blocks:
         return
-    # In one process the state of a pipeline is divided over its replicas anyway.
+    # In one process the replicas of a pipeline always shard the optimizer's state.
     shards = _OPTIMIZER if grid.num_workers > 1 and not grid.across_workers else (None,)
     counts = [per_stage * grid.num_stages for per_stage in _MICROBATCHES_PER_STAGE]
     possible = [count for count in counts if count * grid.num_replicas <= facts.batch]

@@ -1,4 +1,4 @@
-"""What a plan knows of a model before it measures layouts, as plain data. Pure Python, no TensorFlow."""
+"""What a plan knows of a model before it measures layouts. Pure Python, no TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class ModelFacts:
 
     Args:
         name: The name of the model.
-        num_parameters: Its parameters.
-        batch: Examples of the global batch.
+        num_parameters: The number of its parameters.
+        batch: Examples in the global batch.
         weight_bytes: Bytes of all weights.
         variable_bytes: Bytes of each trainable weight.
         slot_bytes: Bytes of the optimizer's state.
-        num_blocks: Layer calls between which the model can be cut; 0 if it cannot be cut.
-        uncut: Why it cannot be cut, a sentence; "" where it can.
-        divides_layers: Whether it has layers that tensor parallelism divides.
-        normalizing: Layers with the statistics of a micro-batch or of a replica's part of the batch.
-        wait_seconds: The median seconds until the next batch is read.
+        num_blocks: Number of layer calls between which the model can be cut; 0 if it cannot be cut.
+        uncut: Why the model cannot be cut, a sentence; "" if it can.
+        divides_layers: Whether tensor parallelism can shard some of its layers.
+        normalizing: Names of layers that normalize each micro-batch or per-replica batch by itself.
+        wait_seconds: Median seconds to read a batch.
 
     Example:
         >>> ModelFacts("mlp", 100, 32, 400, (300, 100), 800).trainable_bytes

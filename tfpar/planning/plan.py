@@ -1,4 +1,4 @@
-"""The plan: the measured layouts of a run in their order, and why others were not measured. Pure Python."""
+"""The plan: the measured layouts of a run, ranked, and why others were not measured. Pure Python."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Measured(NamedTuple):
     """The measured steps of a layout.
 
     Args:
-        laps: Seconds of a step, as the mean of each lap of steps.
-        memory_bytes: Peak memory of the fullest device, of all logical CPUs together; None where it is not counted.
+        laps: Seconds per step, the mean of each lap of several steps.
+        memory_bytes: Peak memory of the fullest GPU, or of all logical CPUs together; None if unknown.
     """
 
     laps: tuple[float, ...]
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
     @property
     def spread_seconds(self) -> float:
-        """Half of the distance of the quartiles of the laps.
+        """Half the interquartile range of the laps.
 
         Example:
             >>> Measured((1.0, 2.0, 3.0, 4.0, 5.0)).spread_seconds
@@ -65,13 +65,13 @@ class NotMeasured(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The devices of a plan, which are there.
+    """The available devices.
 
     Args:
         kind: "GPU" or "CPU".
         number: Devices of each worker.
         num_workers: Number of workers.
-        memory_bytes: Memory of a device that training can use; None where it has no limit of its own.
+        memory_bytes: Memory of one device that training can use; None for devices without a limit of their own.
     """
 
     kind: str
@@ -85,10 +85,10 @@ class Row:
     """A measured layout with its rank.
 
     Args:
-        rank: 1 for the fastest; rows whose difference is within their spreads have the same.
+        rank: 1 for the fastest; rows that differ by less than their spreads have the same rank.
         layout: The layout.
         measured: Its measured steps.
-        settings: Section `[strategy]` of the train command.
+        settings: The section `[strategy]` that trains it with the train command.
     """
 
     rank: int
@@ -98,23 +98,23 @@ class Row:
 
     @property
     def step_seconds(self) -> float:
-        """The measured step."""
+        """The median seconds of a step."""
         return self.measured.step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The ranked layouts of a run. `print` shows a table of 80 columns, a notebook a table of its own.
+    """The ranked layouts of a run. `print` and notebooks show it as a table.
 
     Args:
         rows: The measured layouts, the best first.
-        others: The layouts without a measured step, with the reason.
+        others: The layouts that were not measured, with the reasons.
         facts: The model and its batch.
-        devices: The devices.
-        seconds: Seconds that the plan took.
-        budget_seconds: Seconds that it could take.
-        not_considered: Layouts that are no candidates, in words.
-        command: The command that trains the best layout; "" where there is none to show.
+        devices: The available devices.
+        seconds: Seconds that planning took.
+        budget_seconds: Seconds that planning was allowed to take.
+        not_considered: Layouts that are not candidates, with the reasons.
+        command: The command that trains the best layout; "" if the plan is not of a configuration.
 
     Example:
         >>> facts = ModelFacts("mlp", 100, 32, 400, (400,), 800)
@@ -136,12 +136,12 @@ class Plan:
 
     @property
     def best(self) -> Row | None:
-        """The first row, the simplest of the fastest; None where no layout could be measured."""
+        """The first row: the simplest of the fastest layouts; None if no layout could be measured."""
         return self.rows[0] if self.rows else None
 
     @functools.cached_property
     def strategy(self) -> Strategy | None:
-        """The strategy of the first row, for `tfpar.Trainer`; None without one."""
+        """The strategy of the best row, for `tfpar.Trainer`; None if there is no row."""
         if self.best is None:
             return None
         from tfpar import config  # the table needs no TensorFlow
@@ -154,14 +154,14 @@ class Plan:
         return table.text(self)
 
     def __repr__(self) -> str:
-        """Return the table, which an interactive session shows."""
+        """Return the table, for interactive sessions."""
         return table.text(self)
 
     def _repr_html_(self) -> str:
         return table.html(self)
 
     def to_json(self) -> str:
-        """Return the plan as JSON: the content of `plan.json`, and what `--json` prints."""
+        """Return the plan as JSON, as in `plan.json` and printed by `--json`."""
         return table.to_json(self)
 
 
@@ -173,17 +173,17 @@ def ranked(
     others: Sequence[NotMeasured] = (),
     **details: Any,
 ) -> Plan:
-    """Return a plan with the measured layouts in their order.
+    """Rank the measured layouts.
 
-    A layout is equal to the fastest of its group if their medians differ by no more than both spreads together: the
-    measurement cannot tell them apart. Of equal layouts the simplest comes first.
+    Layouts have the same rank if their median differs from that of the fastest in the group by no more than both
+    spreads together, which the measurement cannot tell apart. Among these the simplest comes first.
 
     Args:
         measured: The measured steps of each layout.
         facts: The model and its batch.
-        devices: The devices.
-        settings_of: Returns section `[strategy]` of the train command for a layout.
-        others: The layouts without a measured step.
+        devices: The available devices.
+        settings_of: Returns the section `[strategy]` of a layout.
+        others: The layouts that were not measured.
         details: Other arguments of `Plan`.
 
     Example:

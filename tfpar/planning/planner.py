@@ -1,4 +1,4 @@
-"""The function `tfpar.plan`: measure the layouts of the devices of this process for a model function."""
+"""The function `tfpar.plan`: measure layouts on the devices of this process for a model function."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def plan(
     seed: int | None = 0,
     fused: bool = True,
 ) -> Plan:
-    """Train layouts of the devices that are there for some steps each, and rank them by their measured steps.
+    """Measure some training steps of each promising layout of the available devices, and rank the layouts.
 
-    Each layout gives the result of one device, so the choice is one of time and memory only. Random states, and the
-    models of the program, stay as they are: the model function is called for each layout, and its models are dropped.
-    Without GPUs, `tfpar.use_logical_cpus(n)` comes first, to plan for n devices.
+    All layouts give the result of one device and differ only in time and memory. The model function is called for each
+    layout, and its models are dropped; random states and other models of the program stay unchanged. Without GPUs, call
+    `tfpar.use_logical_cpus(n)` first to plan for n devices.
 
     Args:
-        build_model: The model function: it returns a compiled `keras.Model`.
+        build_model: The model function, which returns a compiled `keras.Model`.
         dataset: What `Trainer.fit` takes: a dataset of the global batch, or a tuple of arrays `(inputs, targets)`. Up
-            to six batches of it are read; of a generator they are lost, so that `fit` needs a new one.
-        batch_size: Global batch of arrays; None for 32.
+            to six batches are read. A generator loses them, so create a new one for `fit`.
+        batch_size: Global batch size of arrays; None for 32.
         devices: Names of the devices to plan with; None for all GPUs, or else all logical CPUs.
-        budget_seconds: No layout begins that would probably end later. One device, and one layout of several, are
-            measured in any case.
-        seed: The seed that is set before the model function runs, as that of `Trainer`.
-        fused: Whether steps use fused kernels, as that of `Trainer`.
+        budget_seconds: Time limit: no measurement begins that would probably end later. One device and one layout of
+            several devices are always measured.
+        seed: As for `Trainer`: seed to set before the model function runs.
+        fused: As for `Trainer`: whether steps use fused kernels.
 
     Returns:
-        The plan, which prints as a table; a notebook shows it as one.
+        The plan; `print` and notebooks show it as a table.
 
     Raises:
-        TypeError: If `build_model` is no function that returns a model.
+        TypeError: If `build_model` is not a function that returns a model.
         ValueError: If the data has no examples, or one device cannot train the model.
 
     Example:
@@ -68,18 +68,18 @@ def plan(
     began_seconds = time.perf_counter()
     if isinstance(build_model, keras.Model) or not callable(build_model):
         raise TypeError(
-            f"build_model must be a function that returns a compiled keras.Model, received {build_model!r:.100}. The "
-            "planner builds the model several times: pass the function that builds it."
+            f"build_model must be a function that returns a compiled keras.Model, received {build_model!r:.100}. Pass "
+            "the function itself, because the planner builds the model several times."
         )
     _check_alone()
     check_budget("budget_seconds", budget_seconds)
     names = cluster.resolve_devices(devices)
     batches = data.as_dataset(*_arguments(dataset), batch_size=batch_size)
     with step_measurement.as_python_errors():
-        given = first_batches.read(batches)
+        first = first_batches.read(batches)
 
     def make_trainer(strategy: Strategy) -> tuple[Trainer, FirstBatches]:
-        return Trainer(build_model, strategy, seed, fused=fused), given
+        return Trainer(build_model, strategy, seed, fused=fused), first
 
     def settings_of(layout: Layout) -> dict[str, Any]:
         return layout.settings_on(names)
@@ -89,7 +89,7 @@ def plan(
         with progress(f"planning: measuring {layout} ..."):
             return step_measurement.measure(make_trainer, functools.partial(from_settings, settings))
 
-    free_bytes = cluster.free_bytes(names)  # before the measurement takes some of it
+    free_bytes = cluster.free_bytes(names)  # before measurements use some
     with progress("planning: measuring one device ..."):
         facts, on_one_device = step_measurement.measure_one_device(make_trainer, names[0])
     kind = tf.DeviceSpec.from_string(names[0]).device_type
@@ -101,7 +101,7 @@ def _check_alone() -> None:
     job = tf_config.from_environment(os.environ)
     if job is not None and job.num_workers > 1:
         raise ValueError(
-            f"tfpar.plan measures the devices of one process, and the environment describes a job of {job.num_workers} "
+            f"tfpar.plan measures the devices of one process, but the environment describes a job of {job.num_workers} "
             f"workers. Run python -m tfpar.launch --num_workers {job.num_workers} -- -m tfpar.plan --config run.toml."
         )
 
@@ -111,6 +111,6 @@ def _arguments(dataset: Any) -> tuple[Any, ...]:
     if not 1 <= len(arguments) <= _MOST_PARTS:
         raise ValueError(
             "A tuple of arrays must be (inputs,), (inputs, targets) or (inputs, targets, sample_weight), received a "
-            f"tuple of {len(arguments)}. Several inputs are a list or a dict, such as ([first, second], targets)."
+            f"tuple of {len(arguments)}. Pass several inputs as a list or dict, such as ([first, second], targets)."
         )
     return arguments

@@ -1,4 +1,4 @@
-"""What a planner is doing, on the terminal."""
+"""A line of progress on the terminal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Show a line on the terminal of standard error during this context; nothing where it is a file.
-
-    Args:
-        text: The line.
-    """
+    """Show a line on standard error during this context, if it is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

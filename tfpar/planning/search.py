@@ -1,33 +1,35 @@
-"""The search of a plan: measure the most promising layouts within a budget of seconds. Pure Python."""
+"""Measure the most promising layouts within a time budget. Pure Python."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.layout import Layout
 from tfpar.messages.number_format import memory, three_digits
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.planning.candidates import candidates, not_considered
 from tfpar.planning.fitting import least_bytes
 from tfpar.planning.model_facts import ModelFacts
-from tfpar.planning.order import CLOSE, next_layout
 from tfpar.planning.plan import Devices, Measured, NotMeasured, Plan, ranked
 
 USUAL_BUDGET_SECONDS, MOST_BUDGET_SECONDS = 45.0, 86_400.0
 OUT_OF_MEMORY = "ran out of memory"
 _MEASURED_AGAIN = 2
+CLOSE = 1.5  # families whose fastest layout is slower than this many times the fastest of all are skipped
 
 
 def check_budget(name: str, seconds: float) -> None:
-    """Refuse a budget that is no time to plan.
+    """Refuse an invalid time budget.
 
     Args:
-        name: The name of the argument or flag.
+        name: The name of the argument or flag, for the message.
         seconds: The budget.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is out of range.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
@@ -40,8 +42,8 @@ class Failed(NamedTuple):
     """A layout that did not train.
 
     Args:
-        reason: Why, a sentence.
-        is_refusal: Whether it and all layouts of its family cannot train the model.
+        reason: The reason, a sentence.
+        is_refusal: Whether no layout of its family can train the model.
     """
 
     reason: str
@@ -52,13 +54,13 @@ Measure = Callable[[Layout], Measured | Failed]
 
 
 class Search:
-    """One search.
+    """A search for the fastest layout.
 
     Args:
         measure: Trains a layout for some steps.
-        budget_seconds: Seconds that the plan may take.
-        began_seconds: When it began, by `clock`.
-        clock: Returns the present seconds.
+        budget_seconds: Seconds that the search may take.
+        began_seconds: The reading of `clock` at the start.
+        clock: Returns the current time in seconds.
     """
 
     def __init__(
@@ -81,27 +83,27 @@ class Search:
         on_one_device: Measured | Failed,
         settings_of: Callable[[Layout], Mapping[str, Any]],
     ) -> Plan:
-        """Measure layouts, and return the plan.
+        """Measure layouts and return the plan.
 
-        At least one layout of several devices is tried, whatever the budget. No other begins that would probably
-        end after it. The two fastest are measured a second time, if that would not end after it either.
+        At least one layout of several devices is measured, whatever the budget; others only if they will probably end
+        within it. If time remains, the two fastest are measured a second time.
 
         Args:
             facts: The model and its batch.
-            devices: The devices.
-            on_one_device: The step on one device.
+            devices: The available devices.
+            on_one_device: The measured step on one device.
             settings_of: As for `ranked`.
         """
         self._add(Layout(), on_one_device, self._elapsed_seconds)
         peak_bytes = on_one_device.memory_bytes if isinstance(on_one_device, Measured) else None
         recompute = devices.memory_bytes is not None
-        every = candidates(facts, devices.number, devices.num_workers, recompute=recompute)[1:]
-        rest = self._fitting(every, facts, devices, peak_bytes)
+        layouts = candidates(facts, devices.number, devices.num_workers, recompute=recompute)[1:]
+        rest = self._fitting(layouts, facts, devices, peak_bytes)
         while (layout := next_layout(rest, self._step_seconds)) is not None and self._has_time():
             rest.remove(layout)
             if refusal := self._try(layout):
-                self._others += [NotMeasured(one, refusal) for one in rest if one.family == layout.family]
-                rest = [one for one in rest if one.family != layout.family]
+                self._others += [NotMeasured(other, refusal) for other in rest if other.family == layout.family]
+                rest = [other for other in rest if other.family != layout.family]
         self._leave(rest, is_budget=layout is not None)
         self._measure_again()
         return ranked(
@@ -134,14 +136,14 @@ class Search:
             if needed_bytes <= devices.memory_bytes:
                 fitting.append(layout)
             else:
-                there = memory(devices.memory_bytes)
-                self._others.append(NotMeasured(layout, f"needs at least {memory(needed_bytes)} of the {there} there"))
+                limit = memory(devices.memory_bytes)
+                self._others.append(NotMeasured(layout, f"needs at least {memory(needed_bytes)}, a device has {limit}"))
         return fitting
 
     def _has_time(self) -> bool:
-        """Return whether another layout, and the second measurement of the fastest, would probably end in time.
+        """Return whether another layout and the second measurement of the fastest would probably end in time.
 
-        Another one is taken to last as long as the longest of several devices before.
+        The next layout is expected to take as long as the longest measurement of several devices so far.
         """
         others = [seconds for layout, seconds in self._took_seconds.items() if layout.num_devices > 1]
         again_seconds = sum(self._took_seconds[layout] for layout in self._fastest)
@@ -152,7 +154,7 @@ class Search:
         return sorted(self._measured, key=self._step_seconds.__getitem__)[:_MEASURED_AGAIN]
 
     def _try(self, layout: Layout) -> str:
-        """Measure a layout; return the reason where its family cannot train the model."""
+        """Measure a layout; return the reason if its family cannot train the model, else ""."""
         began_seconds = self._elapsed_seconds
         outcome = self._measure(layout)
         self._add(layout, outcome, self._elapsed_seconds - began_seconds)
@@ -171,7 +173,7 @@ class Search:
         self._others += [NotMeasured(layout, reason) for layout in rest]
 
     def _measure_again(self) -> None:
-        """Measure the two fastest once more: what disturbs the machine for some seconds then shows in their spread."""
+        """Measure the two fastest again, so that a passing disturbance of the machine shows in their spread."""
         if len(self._measured) == 1:
             return
         for layout in self._fastest:
@@ -179,3 +181,47 @@ class Search:
                 again, first = self._measure(layout), self._measured[layout]
                 if isinstance(again, Measured):
                     self._measured[layout] = first._replace(laps=(*first.laps, *again.laps))
+
+
+def relative_step(layout: Layout) -> float:
+    """Return the step time of a layout relative to one device, if only computation took time; for ordering alone.
+
+    Example:
+        >>> relative_step(Layout(4)), relative_step(Layout(num_stages=2, num_microbatches=4))
+        (0.25, 0.625)
+    """
+    share = 1 / (layout.num_replicas * layout.num_shards)
+    if layout.num_stages == 1:
+        return share
+    third = share / 3 / layout.num_stages / layout.num_microbatches
+    each, recomputed = (third,) * layout.num_stages, third * layout.recompute
+    durations = Durations(each, (2 * third + recomputed,) * layout.num_stages, each, each, (0.0,) * (len(each) - 1))
+    schedule = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
+    return round(simulate(schedule, durations).step_seconds, 9)
+
+
+def next_layout(rest: Collection[Layout], step_seconds: Mapping[Layout, float]) -> Layout | None:
+    """Return the layout to measure next; None if only slow families are left.
+
+    The most promising layout of each family comes first, then the rest of families close to the fastest.
+
+    Args:
+        rest: The layouts that are not measured yet.
+        step_seconds: The measured steps.
+
+    Example:
+        >>> next_layout([Layout(2, shard="optimizer"), Layout(2)], {Layout(): 1.0})
+        Layout(num_replicas=2, ...)
+        >>> next_layout([Layout(2, shard="optimizer")], {Layout(): 1.0, Layout(2): 1.6}) is None
+        True
+    """
+    fastest: dict[tuple[str, bool, bool], float] = {}
+    for layout, seconds in step_seconds.items():
+        fastest[layout.family] = min(seconds, fastest.get(layout.family, seconds))
+    least = min(fastest.values(), default=0.0)
+    left = [layout for layout in rest if fastest.get(layout.family, 0.0) <= CLOSE * least]
+    return min(
+        left,
+        key=lambda layout: (fastest.get(layout.family, 0.0), relative_step(layout), layout.simplicity),
+        default=None,
+    )

@@ -1,4 +1,4 @@
-"""Some training steps of one layout, measured in this process; and the facts of a model."""
+"""Measure some training steps of one layout in this process, and collect the facts of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tfpar.trainer import Trainer
 
 LAP_SECONDS, ALL_LAPS_SECONDS = 0.2, 2.0
 _LEAST_LAPS, _MOST_LAPS = 3, 9
-# A plan names the reason, and then measures other layouts.
+# The plan shows the reason, and measures other layouts.
 _WORDS = Words(alone="train it without stages", mixing="train it without stages")
 
 MakeTrainer = Callable[[Strategy], tuple[Trainer, FirstBatches]]
@@ -46,11 +46,11 @@ class _Prepared(NamedTuple):
 
     trainer: Trainer
     batch: Any
-    given: FirstBatches
+    batches: FirstBatches
 
 
 def measure(make_trainer: MakeTrainer, make_strategy: Callable[[], Strategy]) -> Measured | Failed:
-    """Train a layout for some steps on one batch, in the compiled loop of `fit`; the model is dropped.
+    """Train a layout for some steps on one batch, in the compiled loop of `fit`, and drop the model.
 
     Args:
         make_trainer: Returns a trainer under a strategy, and its data.
@@ -58,8 +58,8 @@ def measure(make_trainer: MakeTrainer, make_strategy: Callable[[], Strategy]) ->
     """
     gc.collect()  # the models of earlier layouts
     try:
-        with user_warnings.in_trial(), as_python_errors():
-            strategy = make_strategy()  # before TensorFlow starts, where it has not yet
+        with user_warnings.suppressed(), as_python_errors():
+            strategy = make_strategy()  # may have to come before TensorFlow starts
             with random_state.preserved_random_state():
                 peaks = _Peaks()
                 return _measured(_prepared(make_trainer, strategy), peaks)
@@ -77,11 +77,11 @@ def measure_one_device(
     Args:
         make_trainer: As for `measure`.
         device: The device.
-        explain: Returns a sentence about an error of TensorFlow in the data; None for another error.
+        explain: Explains TensorFlow's errors in the data in a sentence; returns None for other errors.
 
     Raises:
         ValueError: If model and data do not fit together, or one device cannot train the model.
-        MemoryError: If the memory of the host is too small for the weights.
+        MemoryError: If the weights do not fit into host memory.
     """
     with random_state.preserved_random_state():
         try:
@@ -91,38 +91,38 @@ def measure_one_device(
                 facts = _facts(prepared, device)
                 return facts, _measured(prepared, peaks)
         except MemoryError:
-            gc.collect()  # without the weights, which one device may not hold, nothing is known of the layouts
+            gc.collect()  # one device may be too small for the weights, but the plan needs their facts
             with as_python_errors(explain):
                 return _facts(_prepared(make_trainer, SingleDevice("CPU:0")), "CPU:0"), Failed(OUT_OF_MEMORY)
 
 
 @contextlib.contextmanager
 def as_python_errors(explain: UserMessage = lambda error: None) -> Iterator[None]:
-    """Raise an error of TensorFlow as one sentence.
+    """Convert errors of TensorFlow to Python errors of one sentence.
 
     Args:
-        explain: Returns a sentence about an error of TensorFlow in the data; None for another error.
+        explain: As for `measure_one_device`.
 
     Raises:
-        MemoryError: After an error of the memory of a device.
-        ValueError: After another error of TensorFlow.
+        MemoryError: If a device ran out of memory.
+        ValueError: For other errors of TensorFlow.
     """
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        raise MemoryError(memory_errors.sentence_of(error) or data.cause_of(error)) from error
+        raise MemoryError(memory_errors.explain(error) or data.cause_of(error)) from error
     except tf.errors.OpError as error:
         raise ValueError(explain(error) or data.cause_of(error)) from error
 
 
 def _prepared(make_trainer: MakeTrainer, strategy: Strategy) -> _Prepared:
-    trainer, given = make_trainer(strategy)
-    return _Prepared(trainer, trainer.build(given.first), given)
+    trainer, batches = make_trainer(strategy)
+    return _Prepared(trainer, trainer.build(batches.first), batches)
 
 
 def _measured(prepared: _Prepared, peaks: _Peaks) -> Measured:
     trainer, strategy = prepared.trainer, prepared.trainer.strategy
-    distributed = strategy.engine.distribute(prepared.given.first.cache().repeat().prefetch(2))
+    distributed = strategy.engine.distribute(prepared.batches.first.cache().repeat().prefetch(2))
     loop = StepFunctions(trainer.model, strategy.engine, getattr(trainer, "fused", True)).loop("train", distributed)
     iterator = iter(data.without_autotuning(distributed.dataset))
     upcoming = iterator.get_next_as_optional()
@@ -142,8 +142,8 @@ def _measured(prepared: _Prepared, peaks: _Peaks) -> Measured:
 
 
 def _laps(run: Callable[[int], float], strategy: Strategy) -> tuple[float, ...]:
-    """Return the seconds of a step in several laps, of as many steps on all workers."""
-    run(1)  # the first steps are slower
+    """Return the mean seconds per step of several laps, of equally many steps on all workers."""
+    run(1)  # the first step is slower
     seconds = run(1)
     (seconds,) = strategy.job.sum([seconds if strategy.is_chief else 0.0])
     num_steps = max(1, round(LAP_SECONDS / seconds))
@@ -152,9 +152,9 @@ def _laps(run: Callable[[int], float], strategy: Strategy) -> tuple[float, ...]:
 
 
 class _Peaks:
-    """The peaks of memory: of each GPU, or of all logical CPUs, which share an allocator.
+    """Peak memory of each GPU, or of all logical CPUs, which share an allocator.
 
-    What is there when it is made, such as other models of the program, does not count.
+    Memory that is already in use, such as for other models of the program, does not count.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Peaks:
             self._before_bytes = {name: _memory(name)["current"] for name in self._names}
 
     def restart(self) -> bool:
-        """Count from now on; return whether TensorFlow counts the bytes of these devices at all."""
+        """Restart the count; return False if TensorFlow does not count the bytes of these devices."""
         try:
             for name in self._names:
                 tf.config.experimental.reset_memory_stats(name)
@@ -175,11 +175,11 @@ class _Peaks:
         return True
 
     def most_bytes(self) -> int | None:
-        """Return the highest peak; None where it is not counted."""
+        """Return the highest peak; None if it is not counted."""
         if not self._is_counted:
             return None
         most_bytes = max(_memory(name)["peak"] - before for name, before in self._before_bytes.items())
-        return most_bytes or None  # of a CPU TensorFlow counts large tensors alone
+        return most_bytes or None  # on a CPU TensorFlow counts large tensors only
 
 
 def _memory(device: str) -> dict[str, int]:
@@ -207,12 +207,12 @@ def _facts(prepared: _Prepared, device: str) -> ModelFacts:
         uncut=uncut,
         divides_layers=graph is not None and _divides_layers(model, graph),
         normalizing=normalizing,
-        wait_seconds=prepared.given.wait_seconds,
+        wait_seconds=prepared.batches.wait_seconds,
     )
 
 
 def _traced(model: keras.Model, batch: Any, device: str) -> tuple[tracing.Graph, tuple[str, ...]]:
-    """Return the graph of a model that can be cut, and the layers that normalize each micro-batch."""
+    """Return the graph of a model, if it can be cut, and the names of the layers that normalize each micro-batch."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     with random_state.stand_in_generator():
         graph = tracing.trace(model, inputs)

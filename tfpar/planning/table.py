@@ -1,4 +1,4 @@
-"""A plan as text of 80 columns, as JSON, and as a table for notebooks. Pure Python."""
+"""Format a plan as text of 80 columns, as JSON and as HTML. Pure Python."""
 
 from __future__ import annotations
 
@@ -25,18 +25,14 @@ _MORE = " \\"  # the command continues
 
 
 def text(plan: Plan) -> str:
-    """Return a plan as text that fits 80 columns.
-
-    Args:
-        plan: The plan.
-    """
+    """Return a plan as text of 80 columns."""
     lines = [line for label, words in _head(plan).items() for line in _labelled(label, words)]
     if plan.rows:
         lines += ["", _line("#", "layout", _HEADINGS)]
         lines += [_line(_number(row, plan), str(row.layout), _cells(row, plan)) for row in plan.rows]
     lines.append("")
     if plan.command and plan.best is not None:
-        # Not wrapped at options, so that it can be copied; a shell reads it over several lines.
+        # Continued over lines as a shell reads it, so that it can be copied.
         lines += command_lines("Take 1:", plan.command)
     for sentence in _sentences(plan):
         lines += textwrap.wrap(sentence, COLUMNS, break_on_hyphens=False)
@@ -60,7 +56,7 @@ def _head(plan: Plan) -> dict[str, str]:
 
 
 def _line(number: str, name: str, cells: Sequence[str]) -> str:
-    """Return a row; a long name has a line of its own."""
+    """Return a row of the table; a long name has a line of its own."""
     figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
     if len(name) <= _LAYOUT:
         return f"{number:<{_NUMBER}}{name:<{_LAYOUT}}{figures}"
@@ -68,7 +64,7 @@ def _line(number: str, name: str, cells: Sequence[str]) -> str:
 
 
 def _number(row: Row, plan: Plan) -> str:
-    """Return the rank of a row, with an equals sign where it is that of several."""
+    """Return the rank of a row, with an equals sign if other rows share it."""
     return f"{row.rank}{'=' * (sum(other.rank == row.rank for other in plan.rows) > 1)}"
 
 
@@ -84,9 +80,9 @@ def _cells(row: Row, plan: Plan) -> tuple[str, ...]:
 
 
 def _times_one(row: Row, plan: Plan) -> float | None:
-    """Return the speed relative to one device; None where that was not measured."""
-    alone = next((other for other in plan.rows if other.layout.num_devices == 1), None)
-    return None if alone is None else alone.step_seconds / row.step_seconds
+    """Return the speed relative to one device; None if one device was not measured."""
+    single = next((other for other in plan.rows if other.layout.num_devices == 1), None)
+    return None if single is None else single.step_seconds / row.step_seconds
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
@@ -96,18 +92,18 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield "No layout could be measured. Use a smaller training.global_batch_size, or more devices."
     elif plan.facts.wait_seconds > plan.best.step_seconds:
         yield (
-            f"The next batch takes {duration(plan.facts.wait_seconds)} to read, longer than the fastest step: reading "
-            "decides how fast it trains."
+            f"Reading a batch takes {duration(plan.facts.wait_seconds)}, longer than the fastest step: the input "
+            "pipeline limits the speed of training."
         )
     if plan.facts.normalizing and any(row.layout.num_devices > 1 for row in plan.rows):
         yield (
-            f"{', '.join(plan.facts.normalizing)}: normalizes each part of a batch by itself, so that rows of several "
-            "devices give another result than one device."
+            f"{', '.join(plan.facts.normalizing)}: normalizes each part of a batch by itself, so that several devices "
+            "give another result than one."
         )
     if plan.devices.kind == "CPU" and plan.devices.number > 1:
         yield (
-            "Logical CPUs share the cores and the memory of one machine: they show that results agree, not how fast "
-            "several machines are."
+            "Logical CPUs share the cores and memory of one machine: they show that results agree, not the speed of "
+            "several machines."
         )
     yield from (f"Not measured: {words}." for words in _others(plan))
     if plan.not_considered:
@@ -115,7 +111,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
 
 
 def _others(plan: Plan) -> Iterator[str]:
-    """Yield the layouts that were not measured, those of one reason together."""
+    """Yield the layouts that were not measured, grouped by reason."""
     names_by_reason: dict[str, list[str]] = {}
     for layout, reason in plan.others:
         names_by_reason.setdefault(reason, []).append(str(layout))
@@ -125,7 +121,7 @@ def _others(plan: Plan) -> Iterator[str]:
 
 
 def command_lines(label: str, command: str) -> Iterator[str]:
-    """Yield a command over several lines, as a shell reads it: broken before flags and within long words.
+    """Yield a command over several lines that a shell can read, broken before flags and within long words.
 
     Args:
         label: The first word of the first line.
@@ -144,11 +140,11 @@ def command_lines(label: str, command: str) -> Iterator[str]:
         else:
             lines.append(f"{' ' * _LABEL}  {words}")
     for number, line in enumerate(lines, 1):
-        yield from _pieces(line + _MORE * (number < len(lines)))
+        yield from _broken(line + _MORE * (number < len(lines)))
 
 
 def _flags(command: str) -> Iterator[str]:
-    """Yield the program, and each flag with its value, quoted for a shell."""
+    """Yield the program, then each flag with its value, quoted for a shell."""
     words: list[str] = []
     for word in shlex.split(command):
         if word.startswith("--") and words:
@@ -158,8 +154,8 @@ def _flags(command: str) -> Iterator[str]:
     yield shlex.join(words)
 
 
-def _pieces(line: str) -> Iterator[str]:
-    """Yield a line that is too long in pieces; a shell joins them, as each begins in the first column."""
+def _broken(line: str) -> Iterator[str]:
+    """Break a line that is too long; a shell joins the lines, because each begins in the first column."""
     while len(line) > COLUMNS and "'\"'\"'" not in line:  # a quotation mark that is quoted
         is_quoted = line[: COLUMNS - 2].count("'") % 2 == 1
         cut = COLUMNS - 2 if is_quoted else COLUMNS - 1
@@ -174,11 +170,7 @@ def _labelled(label: str, words: str) -> list[str]:
 
 
 def to_json(plan: Plan) -> str:
-    """Return a plan as JSON.
-
-    Args:
-        plan: The plan.
-    """
+    """Return a plan as JSON."""
     table = {
         "model": {name: getattr(plan.facts, name) for name in ("name", "num_parameters", "weight_bytes", "slot_bytes")},
         "batch": plan.facts.batch,
@@ -208,11 +200,7 @@ def _as_table(row: Row, plan: Plan) -> dict[str, Any]:
 
 
 def html(plan: Plan) -> str:
-    """Return a plan as a table for notebooks.
-
-    Args:
-        plan: The plan.
-    """
+    """Return a plan as HTML, for notebooks."""
     head = "".join(f'<th style="{_STYLE}">{name}</th>' for name in ("#", "layout", *_HEADINGS))
     rows = [(_number(row, plan), str(row.layout), *_cells(row, plan)) for row in plan.rows]
     body = "".join(

@@ -1,1 +1,1 @@
-"""Losses and gradients of parts of a batch, reduced to those of the whole batch."""
+"""Losses, metrics and gradients of parts of a batch, reduced to those of the whole batch."""

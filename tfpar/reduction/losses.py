@@ -1,13 +1,13 @@
-"""Losses reduced over replicas as (sum, weight) pairs and divided once, by the weight of the whole batch.
+"""Reduce losses over replicas as (sum, weight) pairs, divided once by the weight of the whole batch.
 
     replica 0   loss sum 3.0, weight 4 ─┐                        ┌─ value 5.0 / 7, gradient of 3.0 / 7
                                         ├─ 5.0 over 7 examples ──┤
     replica 1   loss sum 2.0, weight 3 ─┘                        └─ value 5.0 / 7, gradient of 2.0 / 7
 
-On every replica the value is the global loss, so loss weights, the sum over outputs and the loss trackers of Keras
-compute what they compute on one device. The gradient on a replica is that of its own term, so the sum over replicas is
-the gradient of the global loss. There is no division by the number of replicas and no local mean, and so per-replica
-batches may differ in size.
+Every replica has the value of the global loss, so that Keras' loss weights, sum over outputs and loss trackers compute
+what they compute on one device. The gradient on a replica is that of its own term; summed over the replicas it is the
+gradient of the global loss. Nothing is averaged locally or divided by the number of replicas, so per-replica batches
+may differ in size.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ WAY_OUT = "Reduce over the last axis only, and let Keras average over the batch.
 def global_mean(
     total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None = None, partial_values: bool = False
 ) -> tf.Tensor:
-    """Divide the sum over all replicas of `total` by that of `weight`; zero where the weight is zero.
+    """Divide the sum of `total` over all replicas by that of `weight`; zero where the weight is zero.
 
     Args:
         total: Scalar, the weighted sum of this replica.
         weight: Scalar, the weight of this replica in the divisor. It has no gradient.
-        all_weight: Scalar, the sum of all weights where it is known; None for an all-reduce of `weight`.
-        partial_values: Whether the value is this replica's term only, which the caller sums.
+        all_weight: Scalar, the sum of all weights if known; None all-reduces `weight`.
+        partial_values: Whether to return this replica's term, for a caller that sums the terms.
 
     Returns:
-        Scalar: the global mean as value, with the gradient of this replica's term.
+        Scalar: the global mean, with the gradient of this replica's term.
     """
     part = tf.math.divide_no_nan(total, sum_without_gradient(weight) if all_weight is None else all_weight)
     return part if partial_values else part + (sum_without_gradient(part) - tf.stop_gradient(part))
 
 
 def global_sum(total: tf.Tensor, partial_values: bool = False) -> tf.Tensor:
-    """Return the sum over all replicas, with the gradient of this replica's term.
+    """Return the sum of a scalar over all replicas, with the gradient of this replica's term.
 
     Args:
         total: Scalar, the sum of this replica.
-        partial_values: Whether the value is this replica's term only, which the caller sums.
+        partial_values: Whether to return this replica's term, for a caller that sums the terms.
     """
     return total if partial_values else total + (sum_without_gradient(total) - tf.stop_gradient(total))
 
@@ -57,10 +57,10 @@ class BatchWeights(NamedTuple):
 
     Args:
         example_weight: The weight of an example in the loss; less than 1 if several replicas compute it.
-        local_size: The size of the per-replica batch; None where it is unknown.
-        global_size: The size of the global batch, or a function that sums it; None for the sum of the local sizes.
-        partial_values: Whether the value of a loss is this replica's term only, which the caller sums.
-        sum_divisors: Returns the sum of a divisor over all parts of the batch; None for an all-reduce.
+        local_size: The size of the per-replica batch; None if unknown.
+        global_size: The size of the global batch, or a function that sums it; None sums the local sizes.
+        partial_values: Whether the value of a loss is this replica's term, for a caller that sums the terms.
+        sum_divisors: Sums a divisor over all parts of the batch; None for an all-reduce.
     """
 
     example_weight: float | tf.Tensor = 1.0
@@ -70,7 +70,7 @@ class BatchWeights(NamedTuple):
     sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def size_of_all(self, dtype: Any) -> tf.Tensor | None:
-        """Return the size of the global batch; None where no replica has it, or where divisors are summed."""
+        """Return the size of the global batch; None if it is unknown, or if divisors are summed instead."""
         if self.global_size is None:
             if self.local_size is None or self.sum_divisors is not None:
                 return None
@@ -84,7 +84,7 @@ ALONE = BatchWeights()
 def reduce_loss(
     values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any, counts: BatchWeights = ALONE
 ) -> tf.Tensor:
-    """Reduce one loss over the global batch, with the meaning that Keras gives to `reduction` on one device.
+    """Reduce one loss over the global batch, as Keras' `reduction` does on one device.
 
     Args:
         values: Losses `[batch, ...]` of this replica's examples.
@@ -102,7 +102,7 @@ def reduce_loss(
     """
     values = tf.cast(dense_losses(values, reduction), dtype)
     if values.shape.rank == 0:
-        raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
+        raise ValueError(f"{ONE_VALUE}, received a scalar: the loss reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):
         raise ValueError(
             "On replicas and in micro-batches a loss needs a reduction, received reduction=None. Use "
@@ -117,7 +117,7 @@ def reduce_loss(
     elif mask is None:
         all_weight = _num_of_all(weight, counts)
     elif counts.sum_divisors is None:
-        # The sum of the mask, and not of the number of values: it needs no result of the forward pass.
+        # Sums the mask, not the number of values, because the mask needs no result of the forward pass.
         entries = sum_without_gradient(example_weight * tf.reduce_sum(tf.cast(mask, values.dtype)))
         all_weight = entries * _values_per_entry(values, sample_weight, mask)
     else:
@@ -126,14 +126,14 @@ def reduce_loss(
 
 
 def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
-    """Return losses as a dense tensor; ragged losses as in Keras 3.15, with rows of equal length or a sum.
+    """Return losses as a dense tensor; as in Keras 3.15, ragged losses need rows of equal length or a sum.
 
     Args:
         values: `[batch, ...]`, or a scalar.
         reduction: A reduction of `keras.losses.Loss`.
 
     Raises:
-        ValueError: If a mean is taken over rows of different lengths.
+        ValueError: If rows have different lengths and the reduction is not "sum".
     """
     if not isinstance(values, tf.RaggedTensor):
         return tf.convert_to_tensor(values)
@@ -152,7 +152,7 @@ def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
 def loss_sums(
     values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Return the weighted sum of losses and its divisor in Keras on one device, scalars; None for a plain sum.
+    """Return the weighted sum of losses and the divisor that Keras uses on one device; divisor None for a plain sum.
 
     Args:
         values: Losses `[batch, ...]`.
@@ -180,23 +180,17 @@ def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, cou
 
 
 def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALONE) -> tf.Tensor:
-    """Divide a sum by a weight, each summed over the whole batch.
-
-    Args:
-        total: Scalar.
-        weight: Scalar.
-        counts: The sizes of the per-replica and the global batch.
-    """
+    """Divide a scalar sum by a scalar weight, each summed over the whole batch."""
     example_weight = tf.cast(counts.example_weight, total.dtype)
     return _mean(example_weight * total, example_weight * weight, None, counts)
 
 
 def reduce_kind(kind: str | None, value: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
-    """Reduce a scalar of a part to that of the whole batch.
+    """Reduce the scalar of one part to that of the whole batch.
 
     Args:
-        kind: "sum" or "mean", of the examples; None for a mean.
-        value: Scalar, that of this part.
+        kind: Whether the scalar is a "sum" or a "mean" over examples; None for a mean.
+        value: The scalar of this part.
         counts: The sizes of the per-replica and the global batch.
     """
     example_weight = tf.cast(counts.example_weight, value.dtype)
@@ -207,12 +201,7 @@ def reduce_kind(kind: str | None, value: tf.Tensor, counts: BatchWeights) -> tf.
 
 
 def _num_of_all(num_local: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
-    """Return the number of loss values of the global batch, equal for each example; None where it is unknown.
-
-    Args:
-        num_local: That of the per-replica batch, in the type of the loss.
-        counts: The sizes of both batches.
-    """
+    """Scale the number of loss values from the per-replica to the global batch; None if a size is unknown."""
     size = counts.size_of_all(num_local.dtype)
     if counts.local_size is None or size is None:
         return None
@@ -220,7 +209,7 @@ def _num_of_all(num_local: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
 
 
 def _num_weighted(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor:
-    """Return the number of loss values after the multiplication by weights and mask, which may repeat values.
+    """Return the number of loss values after weights and mask are broadcast to them.
 
     Keras multiplies values `[batch, 1]` by weights `[batch, steps]`, and divides by the number of products.
     """
@@ -234,6 +223,6 @@ def _num_weighted(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor
 
 
 def _values_per_entry(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor:
-    """Return the number of weighted loss values for each entry of a mask."""
+    """Return the number of weighted loss values per entry of a mask."""
     num_weighted = tf.cast(_num_weighted(values, sample_weight, mask), values.dtype)
     return tf.math.divide_no_nan(num_weighted, tf.cast(tf.size(mask), values.dtype))

@@ -1,8 +1,8 @@
-"""The logs of a model: results of its metrics, and the entries that an overridden `compute_metrics` adds.
+"""The logs of a model: results of its metrics, and entries that an overridden `compute_metrics` adds.
 
-Keras 3.15 logs the values that `compute_metrics` returned for the last batch, unless their names are exactly those of
-the model's metrics. On one device variables store these values. With replicas or micro-batches an entry is recomputed
-from the metrics of all of them, which is exact if the entry depends on metrics alone.
+Keras 3.15 logs what `compute_metrics` returned for the last batch, unless its names are exactly those of the model's
+metrics. On one device variables store these values. With replicas or micro-batches an entry is recomputed from the
+reduced metrics, which is exact if it depends on metrics alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Entries:
     """The logs from `compute_metrics` of one model.
 
     Args:
-        specs: The specs of its arguments; None for whole batches.
-        values: Variables with its result for the last batch, in the same structure; None for parts of batches.
+        specs: The specs of its arguments; None if it sees whole batches.
+        values: Variables that store its result for the last batch; None if it sees parts of batches.
     """
 
     specs: Any
@@ -42,7 +42,7 @@ _entries: weakref.WeakKeyDictionary[keras.Model, Entries] = weakref.WeakKeyDicti
 
 
 def update_metrics(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, *, whole: bool) -> None:
-    """Update the compiled metrics, or the metrics in an overridden `compute_metrics`.
+    """Call `compute_metrics` and record the log entries that it adds.
 
     Args:
         model: A compiled model.
@@ -50,7 +50,7 @@ def update_metrics(model: keras.Model, inputs: Any, targets: Any, outputs: Any, 
         targets: Its targets, or None.
         outputs: Its outputs.
         weights: Sample weights, or None.
-        whole: Whether the examples are the whole global batch, on one device.
+        whole: Whether these are all examples of the global batch, on one device.
     """
     returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
     if not keras_model.overridden(model, "compute_metrics") or not isinstance(returned, dict):
@@ -69,8 +69,7 @@ def results(model: keras.Model, kind: str) -> dict[str, Any]:
     """Return the logs of steps of a kind, reduced over all replicas if called in cross-replica context.
 
     Raises:
-        ValueError: If replicas or micro-batches compute parts of a batch, and an entry of `compute_metrics` depends on
-            its examples.
+        ValueError: If `compute_metrics` sees parts of a batch and adds an entry that depends on its examples.
     """
     if (of_own_step := own_step.results(model, kind)) is not None:
         return of_own_step
@@ -86,18 +85,18 @@ def results(model: keras.Model, kind: str) -> dict[str, Any]:
 
 
 def _with_loss(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the logs of objectives with their sum, which is not in them if the model overrides `metrics`."""
+    """Add the sum of the objectives to the logs, where it is missing if the model overrides `metrics`."""
     return logs if "loss" in logs else {"loss": keras_metrics.loss_tracker(model).result(), **logs}
 
 
 def _stored(model: keras.Model, returned: dict[str, Any], before: Any) -> Any:
-    """Assign the result of `compute_metrics` to variables, which the first trace creates."""
+    """Store the result of `compute_metrics` in variables, created by the first trace."""
     tensors = keras.tree.map_structure(tf.convert_to_tensor, returned)
     if model.jit_compile:
         _check_fixed_shapes(model, tensors)
     if before is None or _layout(before) != _layout(tensors):
         with tf.init_scope():
-            before = keras.tree.map_structure(lambda one: _variable_for(one, model.jit_compile), tensors)
+            before = keras.tree.map_structure(lambda tensor: _variable_for(tensor, model.jit_compile), tensors)
     for variable, tensor in zip(keras.tree.flatten(before), keras.tree.flatten(tensors), strict=True):
         variable.assign(tensor)
     return before
@@ -117,12 +116,12 @@ def _check_fixed_shapes(model: keras.Model, tensors: dict[str, Any]) -> None:
 
 
 def _layout(values: Any) -> Any:
-    """Return the type and the number of axes of each value, in the same structure."""
+    """Return the dtype and rank of each value, in the same structure."""
     return keras.tree.map_structure(lambda value: f"{value.dtype.name} {value.shape.rank}", values)
 
 
 def _variable_for(tensor: tf.Tensor, fixed: bool) -> tf.Variable:
-    """Return a variable for tensors of any size, because a step may be traced once more for another batch."""
+    """Return a variable of any size, because a step may be traced again for another batch."""
     zeros = tf.zeros([size or 0 for size in tensor.shape.as_list()] if tensor.shape.rank else [], tensor.dtype)
     shape = tensor.shape if fixed or tensor.shape.rank is None else [None] * tensor.shape.rank
     return tf.Variable(zeros, trainable=False, shape=shape)
@@ -138,18 +137,18 @@ def _specs(arguments: Any) -> Any:
 
 
 def _recomputed(model: keras.Model, entries: Entries) -> dict[str, Any]:
-    """Return the result of `compute_metrics` for the present metrics, without an update of them."""
-    found = {id(variable): variable for metric in all_metrics(model) for variable in metric.variables}
-    variables = list(found.values())
+    """Compute the entries of `compute_metrics` from the current metrics, without updating them."""
+    by_id = {id(variable): variable for metric in all_metrics(model) for variable in metric.variables}
+    variables = list(by_id.values())
     feeds: list[tf.Tensor] = []
     examples: list[Any] = []
 
     def compute(batch: Any, counts: list[tf.Tensor]) -> Any:
         feeds[:], examples[:] = counts, tf.nest.flatten(batch, expand_composites=True)
         inputs, targets, outputs, weights = batch
-        # Read outside of the function: inside of one TensorFlow 2.21 may read a variable before its assignment.
-        held = keras.StatelessScope(list(zip(variables, counts, strict=True)))
-        with held, tf_function.own_traces(), not_updated(all_metrics(model)):
+        # Variables are read outside: inside a function TensorFlow 2.21 may read a variable before its assignment.
+        scope = keras.StatelessScope(list(zip(variables, counts, strict=True)))
+        with scope, tf_function.own_traces(), not_updated(all_metrics(model)):
             returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
         return keras.tree.map_structure(tf.convert_to_tensor, returned)
 
@@ -169,7 +168,7 @@ def _recomputed(model: keras.Model, entries: Entries) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def not_updated(metrics: Iterable[keras.Metric]) -> Iterator[None]:
-    """Ignore updates of metrics inside this context."""
+    """Ignore updates of metrics in this context."""
     with contextlib.ExitStack() as stack:
         for metric in metrics:
             stack.enter_context(mock.patch.dict(vars(metric), {"update_state": lambda *_, **__: None}))
@@ -204,15 +203,15 @@ def results_noted(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.Met
 
 
 def all_metrics(model: keras.Model) -> list[keras.Metric]:
-    """Return the metrics of a model and its layers, and the metrics inside of these metrics."""
-    waiting, found = [*model.metrics, *keras_metrics.own_metrics(model), keras_metrics.loss_tracker(model)], {}
+    """Return the metrics of a model and its layers, and the metrics inside them."""
+    waiting, metrics = [*model.metrics, *keras_metrics.own_metrics(model), keras_metrics.loss_tracker(model)], {}
     waiting += [metric for kind in own_step.METHODS for metric in own_step.last_values(model, kind).values()]
     while waiting:
         metric = waiting.pop()
-        if id(metric) not in found:
-            found[id(metric)] = metric
+        if id(metric) not in metrics:
+            metrics[id(metric)] = metric
             waiting += keras_metrics.inner_metrics(metric)
-    return list(found.values())
+    return list(metrics.values())
 
 
 def whole_metrics(model: keras.Model, verdict: Verdict) -> list[keras.Metric]:
@@ -224,17 +223,16 @@ def whole_metrics(model: keras.Model, verdict: Verdict) -> list[keras.Metric]:
 
 
 def other_metrics(model: keras.Model, metrics: Sequence[keras.Metric]) -> list[keras.Metric]:
-    """Return the metrics of a model but some, and but those that hold one of these."""
+    """Return all metrics of a model except `metrics` and those that contain one of them."""
 
     def concerns(metric: keras.Metric) -> bool:
-        return any(metric is one for one in metrics) or any(map(concerns, keras_metrics.inner_metrics(metric)))
+        return any(metric is other for other in metrics) or any(map(concerns, keras_metrics.inner_metrics(metric)))
 
     return [metric for metric in all_metrics(model) if not concerns(metric)]
 
 
 def _depends(tensor: tf.Tensor, on: list[Any]) -> bool:
-    """Return whether a tensor depends on others in the graph."""
-    sources = {one.op for one in on if isinstance(one, tf.Tensor)}
+    sources = {source.op for source in on if isinstance(source, tf.Tensor)}
     waiting, seen = [tensor.op], set()
     while waiting:
         op = waiting.pop()
@@ -242,5 +240,5 @@ def _depends(tensor: tf.Tensor, on: list[Any]) -> bool:
             return True
         if op not in seen:
             seen.add(op)
-            waiting += [given.op for given in op.inputs]
+            waiting += [operand.op for operand in op.inputs]
     return False

@@ -1,9 +1,9 @@
-"""Objectives: several losses, each with the layers that it trains, as in a GAN or a contrastive model.
+"""Objectives: several losses, each of which trains some layers, as in a GAN or a contrastive model.
 
     batch ──► discriminator loss ──► all-reduce of gradients ──► its optimizer ──► generator loss ──► …
 
-A model with a method `objectives` minimizes these losses in place of the loss of `compile`. A strategy runs them one
-after another in each step: it computes the loss of the per-replica batch, reduces it and updates the weights.
+A model with a method `objectives` minimizes these losses instead of the loss of `compile`. In each step a strategy runs
+them one after another: it computes the loss of the per-replica batch, reduces it and updates the weights.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _EXAMPLES = "one value per example, [batch, ...], or a pair (sum, weight) of sca
 class Objective:
     """A loss, the layers that it trains and their optimizer.
 
-    A model's method `objectives` returns a list of them. It replaces an overridden `train_step`, which computes losses
-    and updates on one device: the strategy reduces the losses and gradients between the two.
+    A model's method `objectives` returns a list of them, in place of an overridden `train_step`. Between the losses and
+    the updates, the strategy reduces losses and gradients over the devices.
 
     Args:
-        name: The name in the logs. If the model has a `keras.metrics.Mean` of this name, it averages the loss. The
-            entry "loss" is the sum of all objectives.
-        loss: Takes a batch, as `keras.Model.train_step` does, and whether the model trains. Returns one value per
-            example, `[batch, ...]`, and their mean is minimized; or a pair (sum, weight) of scalars, and the quotient
-            of their totals over the batch is minimized. A loss that compares examples uses `tfpar.gather`.
-        layers: The layer or layers that it trains; None for the whole model.
+        name: Name in the logs. A `keras.metrics.Mean` of the model with this name averages the loss. The log "loss" is
+            the sum of all objectives.
+        loss: Function `(batch, training)`; `batch` is what `keras.Model.train_step` takes. It returns one value per
+            example, `[batch, ...]`, whose mean is minimized; or a pair of scalars `(sum, weight)`, and the sum over the
+            batch divided by the weight is minimized. A loss that compares examples uses `tfpar.gather`.
+        layers: The layer or layers to train; None for the whole model.
         optimizer: The optimizer of these layers; None for the optimizer of `compile`.
 
     Raises:
@@ -82,10 +82,7 @@ def _listed(layers: Any) -> list[Any]:
 
 
 def objectives_of(model: keras.Model) -> list[Objective]:
-    """Return the objectives of a model, in their order; an empty list for a model without them.
-
-    Args:
-        model: Any model.
+    """Return the objectives of a model; an empty list for a model without them.
 
     Raises:
         TypeError: If its method `objectives` does not return a list of `Objective`.
@@ -94,26 +91,25 @@ def objectives_of(model: keras.Model) -> list[Objective]:
     method = getattr(model, "objectives", None)
     if not callable(method):
         return []
-    found = method()
-    if not isinstance(found, list | tuple) or not all(isinstance(one, Objective) for one in found):
-        raise TypeError(f"{type(model).__name__}.objectives must return a list of tfpar.Objective, received {found!r}.")
-    names = [one.name for one in found]
+    objectives = method()
+    if not isinstance(objectives, list | tuple) or not all(isinstance(item, Objective) for item in objectives):
+        raise TypeError(
+            f"{type(model).__name__}.objectives must return a list of tfpar.Objective, received {objectives!r}."
+        )
+    names = [objective.name for objective in objectives]
     if not names or len(set(names)) < len(names):
         raise ValueError(
             f"{type(model).__name__}.objectives must return at least one objective, with different names, "
             f"received the names {names}."
         )
-    return list(found)
+    return list(objectives)
 
 
 def has_objectives(model: keras.Model) -> bool:
     """Return whether a model has objectives.
 
-    Args:
-        model: Any model.
-
     Raises:
-        ValueError: If every call of its method `objectives` creates new optimizers, without the earlier state.
+        ValueError: If each call of its method `objectives` creates new optimizers, which would lose their state.
     """
     pairs = zip(objectives_of(model), objectives_of(model), strict=True)
     for first, second in pairs:
@@ -131,29 +127,25 @@ def optimizer_of(model: keras.Model, objective: Objective) -> Any:
 
 
 def trained_by(model: keras.Model, objective: Objective) -> list[keras.Variable]:
-    """Return the weights that an objective trains, without duplicates."""
+    """Return the weights that an objective trains, each once."""
     layers = [model] if objective.layers is None else _listed(objective.layers)
     return list({id(weight): weight for layer in layers for weight in layer.trainable_variables}.values())
 
 
 def updates_of(model: keras.Model) -> list[tuple[Any, list[keras.Variable]]]:
-    """Return the optimizers of a model, each with the weights that it trains.
-
-    Args:
-        model: A compiled model, with or without objectives, or with a `train_step` of its own that has run once.
-    """
-    found: dict[int, tuple[Any, dict[int, keras.Variable]]] = {}
+    """Return each optimizer of a model and the weights that it trains: in objectives, or in a train step of its own."""
+    updates: dict[int, tuple[Any, dict[int, keras.Variable]]] = {}
     for objective in objectives_of(model):
         optimizer = optimizer_of(model, objective)
-        _, weights = found.setdefault(id(optimizer), (optimizer, {}))
+        _, weights = updates.setdefault(id(optimizer), (optimizer, {}))
         weights.update({id(weight): weight for weight in trained_by(model, objective)})
-    if not found:
+    if not updates:
         return own_step.updates_of(model) or [(model.optimizer, model.trainable_variables)]
-    return [(optimizer, list(weights.values())) for optimizer, weights in found.values()]
+    return [(optimizer, list(weights.values())) for optimizer, weights in updates.values()]
 
 
 def counts_steps(model: keras.Model) -> bool:
-    """Return whether the step must increment `iterations` of the optimizer of `compile`, which trains no weights."""
+    """Return whether the optimizer of `compile` trains no weights, so that the step must count its `iterations`."""
     return all(optimizer is not model.optimizer for optimizer, _ in updates_of(model))
 
 
@@ -162,12 +154,12 @@ def build(
     batch: Any,
     creating_slots: Callable[[keras.Model], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
-    """Create the variables that need data: weights, optimizer slots, and a metric for each objective.
+    """Create weights, optimizer slots and a metric for each objective, inside the strategy's scope.
 
     Args:
-        model: A compiled model with objectives; runs inside the strategy's scope.
+        model: A compiled model with objectives.
         batch: A global batch.
-        creating_slots: Returns the context in which the optimizers of the model create their slots.
+        creating_slots: Context manager in which the optimizers create their slots.
     """
     objectives = objectives_of(model)
     with random_state.stand_in_generator(), restored(model):
@@ -184,8 +176,8 @@ def build(
 
 def tracker_of(model: keras.Model, objective: Objective) -> keras.metrics.Mean | None:
     """Return the metric that averages an objective's loss; None if there is none."""
-    held = keras_metrics.held_metrics(model)
-    return next((one for one in held if isinstance(one, keras.metrics.Mean) and one.name == objective.name), None)
+    means = [metric for metric in keras_metrics.held_metrics(model) if isinstance(metric, keras.metrics.Mean)]
+    return next((mean for mean in means if mean.name == objective.name), None)
 
 
 def loss_of(objective: Objective, batch: Any, training: bool, counts: BatchWeights) -> tf.Tensor:
@@ -195,7 +187,7 @@ def loss_of(objective: Objective, batch: Any, training: bool, counts: BatchWeigh
         objective: The objective.
         batch: The per-replica batch.
         training: Whether the model trains.
-        counts: The numbers of examples in the per-replica batch and in the global batch.
+        counts: The sizes of the per-replica and the global batch.
 
     Raises:
         ValueError: If the loss is a scalar without a weight.
@@ -210,13 +202,13 @@ def loss_of(objective: Objective, batch: Any, training: bool, counts: BatchWeigh
 def forward_backward(
     model: keras.Model, objective: Objective, batch: Any, counts: BatchWeights
 ) -> tuple[tf.Tensor, list[Any]]:
-    """Compute an objective's loss, a scalar, and the gradient of each weight that it trains.
+    """Compute an objective's scalar loss and the gradient of each weight that it trains.
 
     Args:
         model: A built and compiled model.
         objective: One of its objectives.
         batch: The per-replica batch.
-        counts: The numbers of examples in the per-replica batch and in the global batch.
+        counts: The sizes of the per-replica and the global batch.
     """
     loss, gradients = loss_and_gradients(model, objective, batch, counts)
     return loss, after_reads(gradients, loss, keras_model.recomputes(model))
@@ -225,7 +217,7 @@ def forward_backward(
 def loss_and_gradients(
     model: keras.Model, objective: Objective, batch: Any, counts: BatchWeights
 ) -> tuple[tf.Tensor, list[Any]]:
-    """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
+    """Do the same as `forward_backward`, for a caller that reduces the gradients and then calls `after_reads`."""
     with tf.GradientTape() as tape:
         loss = loss_of(objective, batch, True, counts)
         scaled = optimizer_of(model, objective).scale_loss(loss)
@@ -233,11 +225,11 @@ def loss_and_gradients(
 
 
 def count(model: keras.Model, losses: Sequence[tf.Tensor], num_examples: tf.Tensor) -> tf.Tensor:
-    """Update the metrics of the objectives with the losses of a step; return their sum, the log entry "loss".
+    """Count the losses of a step in the metrics of the objectives; return their sum, the log "loss".
 
     Args:
         model: A built and compiled model with objectives.
-        losses: The losses of its objectives over the global batch, scalars.
+        losses: The scalar loss of each objective over the global batch.
         num_examples: The weight of the losses in the metrics.
     """
     total = tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses])
@@ -268,17 +260,17 @@ def _values(objective: Objective, batch: Any, training: bool) -> Any:
 
 
 def check(model: keras.Model, batch: Any) -> None:
-    """Refuse objectives in which the loss of one example depends on the others without `tfpar.gather`.
+    """Refuse objectives whose loss of one example depends on others without `tfpar.gather`.
 
-    Inside of the check `tfpar.gather` returns the examples of both parts. A loss with random numbers that are not from
-    Keras or TensorFlow is not checked.
+    During the check `tfpar.gather` returns the examples of both parts. A loss that draws random numbers outside Keras
+    and TensorFlow is not checked.
 
     Args:
         model: A built and compiled model with objectives.
         batch: A global batch of at least one example.
 
     Raises:
-        ValueError: If the values of two parts of the batch differ from the values of both together.
+        ValueError: If the values on two parts of the batch differ from those on both together.
     """
     num_examples = int(data.num_rows(batch))
     if num_examples < 2:
@@ -297,15 +289,15 @@ def check(model: keras.Model, batch: Any) -> None:
         joined = tuple(map(sum, zip(*parts, strict=True))) if isinstance(whole, tuple) else tf.concat(parts, 0)
         if _close(whole, again) and not _close(whole, joined):
             raise ValueError(
-                f"The loss of an objective must not depend on which other examples a replica has, and the values of "
-                f"{objective.name!r} on two parts of a batch are not those on both. Take what compares examples from "
-                "tfpar.gather, or train on SingleDevice()."
+                f"The loss of an objective must not depend on the other examples of its replica, but "
+                f"{objective.name!r} has other values on two parts of a batch than on both together. Compare examples "
+                "through tfpar.gather, or train on SingleDevice()."
             )
 
 
 def _close(values: Any, others: Any) -> bool:
     pairs = zip(tf.nest.flatten(values), tf.nest.flatten(others), strict=True)
     return all(
-        one.shape == other.shape and bool(tf.reduce_all(tf.abs(one - other) <= 1e-3 * (tf.abs(one) + 1e-6)))
-        for one, other in pairs
+        value.shape == other.shape and bool(tf.reduce_all(tf.abs(value - other) <= 1e-3 * (tf.abs(value) + 1e-6)))
+        for value, other in pairs
     )

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_losses_in_call, keras_model
 from tfpar.per_model import PerModel
-from tfpar.reduction.sums_of_parts import sums_of
+from tfpar.reduction.partial_sums import sums_of
 
 Relation = Literal["equal", "mean", "sum"]
 METHODS = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}

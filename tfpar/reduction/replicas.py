@@ -1,4 +1,4 @@
-"""The replicas of a step: sums over all of them, and their numbers."""
+"""Sums over the replicas of a step, and the number of the calling replica."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import tensorflow as tf
 
 
 def sum_over_replicas(term: tf.Tensor) -> tf.Tensor:
-    """Return the sum of a tensor over all replicas; its gradient is summed over all replicas too.
-
-    Args:
-        term: The tensor of the calling replica.
-    """
+    """Sum a tensor over all replicas; the gradient is summed over all replicas too."""
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, term)
 
 
 def sum_on(owner: int, term: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """Return the sum of a tensor over all replicas on the device of one; the rows of slices are concatenated.
+    """Sum a tensor over all replicas on the owner's device only; sparse gradient rows are concatenated.
 
     Args:
-        owner: The number of a replica of this process, the only one that needs the sum.
+        owner: The local number of the replica that needs the sum.
         term: The tensor of the calling replica.
     """
 
@@ -34,7 +30,7 @@ def sum_on(owner: int, term: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.Ind
 
 
 def _sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Add tensors in their order.
+    """Add tensors in order.
 
     TensorFlow 2.21's graph optimizer turns sums of sums on one device into one AddN (AddOpsRewrite in
     arithmetic_optimizer.cc), which begins with any term whose memory it can reuse (aggregate_ops.cc). It does not look
@@ -48,16 +44,12 @@ def _snapshot(tensor: tf.Tensor) -> tf.Tensor:
         return tf.raw_ops.Snapshot(input=tensor)
 
 
-# Sums on one device, of the same bits on any device.
+# Sums on one device, bit for bit the same on any device.
 SUM_ON_ONE_DEVICE = tf.distribute.ReductionToOneDevice(accumulation_fn=_sum_in_order)
 
 
 def sum_without_gradient(term: tf.Tensor) -> tf.Tensor:
-    """Return the sum of a tensor over all replicas, without a gradient.
-
-    Args:
-        term: The tensor of the calling replica.
-    """
+    """Sum a tensor over all replicas, without a gradient."""
     return sum_over_replicas(tf.stop_gradient(term))
 
 

@@ -1,4 +1,4 @@
-"""A model that runs before its first step, and has its weights, states and random states again afterwards."""
+"""Contexts that restore a model's weights, states and random states after a run before the first step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_distribute
-from tfpar._compat.random_numbers import random_state, typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops, random_state
 
 
 @contextlib.contextmanager
 def restored(model: keras.Model) -> Iterator[None]:
-    """Restore the model's weights and states at the end of this context.
-
-    Their values are copied in the process that holds them, which has room for them.
-    """
+    """Restore the model's weights and states at the end of this context, from copies in host memory."""
     before = [(variable, _copy(variable)) for variable in model.variables]
     try:
         yield
@@ -28,7 +25,7 @@ def restored(model: keras.Model) -> Iterator[None]:
 
 
 def _copy(variable: keras.Variable) -> tf.Tensor:
-    """Return the value of a variable in the memory of its host; on a CPU it is copied only when it changes."""
+    """Return a variable's value in the memory of its host; a CPU copies it only when it changes."""
     memory = tf_distribute.local_memory(variable)
     if memory is None:
         return tf.convert_to_tensor(variable.numpy())
@@ -37,7 +34,7 @@ def _copy(variable: keras.Variable) -> tf.Tensor:
 
 
 def _equal(value: tf.Tensor, other: tf.Tensor) -> bool:
-    """Return whether two values are the same, NaN included."""
+    """Return whether two values are equal, NaN included."""
     with tf.device(value.device):
         equal = tf.equal(value, other)
         if value.dtype.is_floating:
@@ -47,6 +44,6 @@ def _equal(value: tf.Tensor, other: tf.Tensor) -> bool:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """Restore weights, states and random states after a study, and replace its random numbers by typical values."""
-    with random_state.preserved_random_state(), restored(model), typical_draws.typical_draws():
+    """Restore weights, states and random states after this context, in which typical values replace random ones."""
+    with random_state.preserved_random_state(), restored(model), fixed_random_ops.fixed():
         yield

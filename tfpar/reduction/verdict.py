@@ -1,4 +1,4 @@
-"""What a study finds out about a model in one mode, as plain data: how the values of parts give those of the batch."""
+"""The verdict of a study, as plain data: how the values of parts give those of the whole batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from tfpar.reduction.losses_in_call import Way
 
-# How the loss of a part relates to that of the whole batch: it has a value for each row, is a mean or a sum over the
-# rows, or is computed on the whole batch.
+# A loss has a value for each row, is a mean or a sum over the rows, or is computed on the whole batch.
 Kind = Literal["rows", "mean", "sum", "whole"]
 
 
@@ -19,16 +18,15 @@ class Verdict:
     """How the losses, metrics and states of parts of a batch give those of the whole batch.
 
     Args:
-        losses: The kinds of the losses of `compile`, in the order in which Keras computes them; empty where all have a
-            value for each row.
-        own_loss: The kind of an overridden `compute_loss`; None where it is Keras' own.
-        added: The kinds of the losses that layers add, in their order.
-        whole_in_call: Whether losses computed in a model's `call` are those of the whole batch.
-        ways: What these losses need of the whole batch, where parts run one after another.
-        metrics: The numbers of the metrics of `compile` that take the whole batch.
+        losses: The kind of each loss of `compile`, in Keras' order; empty if all have a value for each row.
+        own_loss: The kind of an overridden `compute_loss`; None if it is not overridden.
+        added: The kind of each loss that layers add.
+        whole_in_call: Whether losses computed in the model's `call` are those of the whole batch.
+        ways: What these losses need of the whole batch if parts run one after another.
+        metrics: The indices of the metrics of `compile` that take the whole batch.
         whole_metrics: Whether an overridden `compute_metrics` takes the whole batch.
-        reads_inputs: Whether an overridden `compute_loss` or `compute_metrics` that takes it reads the inputs.
-        averaged: The numbers of the weights that layers of the user's update to a mean over the rows.
+        reads_inputs: Whether a `compute_loss` or `compute_metrics` that takes the whole batch reads the inputs.
+        averaged: The indices of the non-trainable weights to average over the parts after each step.
         gathered: The paths of the layers that are called with the whole batch.
     """
 
@@ -49,15 +47,15 @@ class Verdict:
         return "whole" in (*self.losses, self.own_loss)
 
     def merged(self, others: Sequence[Verdict]) -> Verdict:
-        """Return the verdict for all workers, whose rows may show different things.
+        """Return the verdict for all workers.
 
-        What one of them computes on the whole batch, or several find different, all compute on the whole batch.
+        If any worker computes something on the whole batch, or if workers disagree, all compute it on the whole batch.
 
         Args:
             others: The verdicts of the other workers.
 
         Raises:
-            ValueError: If the workers find a loss that a layer adds to be different.
+            ValueError: If the workers disagree on a loss that a layer adds.
 
         Example:
             >>> Verdict(losses=("mean",)).merged([Verdict(losses=("whole",))]).losses
@@ -66,8 +64,8 @@ class Verdict:
         every = [self, *others]
         if len({verdict.added for verdict in every}) > 1:
             raise ValueError(
-                "A loss added with add_loss must be a sum or a mean over the batch, and is one on the rows of some "
-                "workers alone. Let it be a mean over the batch, or train on SingleDevice()."
+                "A loss added with add_loss must be a sum or a mean over the batch on every worker, but the workers "
+                "disagree. Make it a mean over the batch, or train on SingleDevice()."
             )
         number = max(len(verdict.losses) for verdict in every)
         losses = [verdict.losses or ("rows",) * number for verdict in every]

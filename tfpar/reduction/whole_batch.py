@@ -1,10 +1,10 @@
-"""Values of the whole batch in a model's `call`: recorded and replayed by a study, all-gathered on replicas.
+"""Values of the whole batch in a model's `call`: all-gathered on replicas, recorded and replayed in a study.
 
     run on the whole batch      recorded:   loss 0.37, rows a b c d
-    run on a part of it         replayed:   loss 0.37, rows a b c d      all else is equal
+    run on a part of it         replayed:   loss 0.37, rows a b c d
 
-Before the first step a study runs a model on a batch and on its parts. Replicas compute gathered rows, and losses in a
-model's `call`, on the whole batch, so the study replays the recorded values for the parts.
+Replicas compute gathered rows, and losses in a model's `call`, on the whole batch. The study, which runs the model on a
+batch and on its parts before the first step, therefore replays the values of the batch for the parts.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from tfpar._compat.models import keras_losses_in_call, keras_model
 from tfpar.reduction import text_bytes
 from tfpar.reduction.gradients import row_numbers
 from tfpar.reduction.losses import ALONE, BatchWeights
+from tfpar.reduction.partial_sums import PartialSums, sums_of
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
-from tfpar.reduction.sums_of_parts import SumsOfParts, sums_of
 
 AllGather = Callable[[tf.Tensor], tf.Tensor]
 
 
-class Rows(abc.ABC):
-    """The source of rows of the whole batch during a call on a part of it."""
+class RowSource(abc.ABC):
+    """Provides the rows of the whole batch to a call on a part of it."""
 
     @abc.abstractmethod
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the rows of the whole batch for those of the part."""
+        """Return the rows of the whole batch, given those of the part."""
 
     def gather_without_gradient(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the same rows for a caller that computes gradients itself."""
+        """Return the same rows for a caller that computes the gradient itself."""
         return self.gather(tensor)
 
     @abc.abstractmethod
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
-        """Return the rows of the part from those of the whole batch."""
+        """Return the rows of the part, given those of the whole batch."""
 
 
-# The last one is active. It is not thread-local: the replicas of MirroredStrategy are threads.
-_rows: list[Rows] = []
+# The last one is active. Not thread-local, because the replicas of MirroredStrategy are threads.
+_rows: list[RowSource] = []
 
 
 class _OfThread(threading.local):
@@ -56,8 +56,8 @@ _of_thread = _OfThread()
 
 
 @contextlib.contextmanager
-def knowing(rows: Rows) -> Iterator[None]:
-    """Use `rows` for `gather` and `own_rows` inside this context."""
+def using_rows(rows: RowSource) -> Iterator[None]:
+    """Use `rows` for `gather` and `own_rows` in this context."""
     _rows.append(rows)
     try:
         yield
@@ -66,14 +66,14 @@ def knowing(rows: Rows) -> Iterator[None]:
 
 
 def gather(tensor: Any) -> Any:
-    """Return a tensor's rows for the whole global batch, inside a layer, a loss or an objective.
+    """All-gather the rows of a tensor over the global batch, inside a layer, a loss or an objective.
 
-    Use it in batch-dependent computations, such as a contrastive loss or statistics of a batch. It is an all-gather in
-    the order of the global batch, and the gradient of a row returns to the replica of that row, so the result equals
-    that of one device. On one device it returns its argument.
+    Use it where examples depend on each other, as in a contrastive loss or batch statistics. The rows are in the order
+    of the global batch, and the gradient of each row returns to its replica, so the result equals that of one device.
+    On one device the tensor is returned unchanged.
 
     Args:
-        tensor: `[examples, ...]`, one row for each example that the layer was called with.
+        tensor: `[examples, ...]`, one row for each example of the call.
 
     Returns:
         `[examples of the global batch, ...]`.
@@ -89,11 +89,11 @@ def gather(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def having_all_rows(*, counts_once: bool = False) -> Iterator[None]:
-    """Let `gather` return its argument in this thread, that of a replica: the call inside has the whole batch.
+def holding_all_rows(*, counts_once: bool = False) -> Iterator[None]:
+    """Let `gather` return its argument in this replica's thread, because the call has the whole batch already.
 
     Args:
-        counts_once: Whether this replica alone counts metrics inside; else each counts its share of them.
+        counts_once: Whether this replica alone counts metrics; otherwise each replica counts its share.
     """
     before = _of_thread.has_all_rows, _of_thread.counts_once
     _of_thread.has_all_rows, _of_thread.counts_once = True, counts_once
@@ -104,31 +104,27 @@ def having_all_rows(*, counts_once: bool = False) -> Iterator[None]:
 
 
 def has_all_rows() -> bool:
-    """Return whether this thread is inside of `having_all_rows`."""
+    """Return whether this thread is inside `holding_all_rows`."""
     return _of_thread.has_all_rows
 
 
 def weight_of_scalar(share: tf.Tensor) -> tf.Tensor | None:
-    """Return the weight of a scalar that a metric counts: the share of the batch that is counted, None for all of it.
-
-    Args:
-        share: That of the calling replica.
-    """
+    """Return the weight of a scalar in a metric: the replica's share of the batch; None if it counts all of it."""
     return None if _of_thread.counts_once else share
 
 
 def gather_for_loss(structure: Any, counts: BatchWeights = ALONE) -> Any:
-    """Return the rows of the whole batch of what a loss or a metric takes, with their Keras masks.
+    """Gather the arguments of a loss or metric over the whole batch, with their Keras masks.
 
-    The loss of the whole batch is then computed on each replica. `share_of` gives each its share of the value and of
-    all gradients, but each is the only one with a gradient of its own rows.
+    Each replica then computes the loss of the whole batch, and `share_of` scales it to the replica's share. The
+    gradient of a row is not scaled, because only its own replica has it.
 
     Args:
         structure: Tensors `[rows, ...]` of the calling replica, or None.
-        counts: The sizes of the per-replica and the global batch; without a gradient they do not matter.
+        counts: The sizes of the per-replica and the global batch; unused without a gradient.
 
     Raises:
-        ValueError: If there is a ragged or sparse tensor.
+        ValueError: If a tensor is ragged or sparse.
     """
 
     def gathered(tensor: Any) -> Any:
@@ -144,15 +140,15 @@ def gather_for_loss(structure: Any, counts: BatchWeights = ALONE) -> Any:
 
 
 def not_dense(kind: str) -> ValueError:
-    """Return the refusal of what a loss or a metric of the whole batch would take, by the name of its type."""
+    """Return the error for a tensor that a loss or metric of the whole batch cannot gather."""
     return ValueError(
-        "A loss or a metric that parts of a batch do not give takes the whole batch, gathered from dense tensors, "
+        "A loss or a metric that needs the whole batch gathers dense tensors, "
         f"received a {kind}. Use to_tensor(), or train on SingleDevice()."
     )
 
 
 def _for_loss(tensor: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
-    """Return the rows of the whole batch; the calling replica has the gradient of its own rows alone."""
+    """Return the rows of the whole batch; the calling replica has the gradient of its own rows only."""
     rows = _rows[-1]
     if not tensor.dtype.is_floating:
         return rows.gather_without_gradient(tensor)
@@ -170,10 +166,10 @@ def _for_loss(tensor: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
 
 
 def share_of(loss: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
-    """Return a replica's share of a loss of the whole batch, or the loss with the gradient of the share.
+    """Return the replica's share of a loss of the whole batch, or the loss with the gradient of that share.
 
     Args:
-        loss: That of rows from `gather_for_loss`, a scalar.
+        loss: The scalar loss of rows from `gather_for_loss`.
         counts: The sizes of the per-replica and the global batch.
     """
     share = loss * _share(counts, loss.dtype)
@@ -181,29 +177,24 @@ def share_of(loss: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
 
 
 def _share(counts: BatchWeights, dtype: tf.DType) -> tf.Tensor:
-    """Return the share of the calling replica's rows in the whole batch."""
+    """Return the fraction of the whole batch that the calling replica has."""
     own = tf.cast(counts.example_weight, dtype) * tf.cast(counts.local_size, dtype)
     return own / counts.size_of_all(dtype)
 
 
 def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
-    """Return the rows of the calling replica from a tensor of the whole batch.
-
-    Args:
-        tensor: `[examples of the global batch, ...]`.
-        num_rows: The number of examples of the replica.
-    """
+    """Return the calling replica's `num_rows` rows of a tensor `[examples of the global batch, ...]`."""
     return row_numbers.of_each_replica(_rows[-1].own(tensor, num_rows)) if _rows else tensor
 
 
-class Recording(Rows):
-    """Values of the whole batch, recorded in one run of a model and replayed in others.
+class Recording(RowSource):
+    """Values of the whole batch, recorded in one run of a model and replayed in runs on its parts.
 
     Args:
-        gathers: Whether `tfpar.gather` returns the rows of the whole batch, as on replicas; in a pipeline it returns
-            those of the micro-batch.
-        replays_losses: Whether losses inside of `call` are those of the whole batch; they are those of the part in a
-            model with an overridden `compute_loss`.
+        gathers: Whether `tfpar.gather` returns the rows of the whole batch, as on replicas, or of the micro-batch, as
+            in a pipeline.
+        replays_losses: Whether losses in `call` are those of the whole batch, or of the part, as in a model with an
+            overridden `compute_loss`.
 
     Example:
         >>> recording = Recording()
@@ -218,37 +209,29 @@ class Recording(Rows):
         self._values: list[Any] = []
         self._replayed: Iterator[Any] | None = None
         self._start = self._num_examples = 0
-        self._sums: list[SumsOfParts] = []
-        self._summed: Iterator[SumsOfParts] = iter(())
+        self._sums: list[PartialSums] = []
+        self._summed: Iterator[PartialSums] = iter(())
 
     @contextlib.contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
-        """Record inside this context the values that a model's `call` computes on the whole batch.
-
-        Args:
-            num_examples: The size of that batch.
-        """
+        """Record the values that a model's `call` computes on a whole batch of `num_examples` in this context."""
         self._num_examples = num_examples
         self._values, self._replayed, self._sums = [], None, []
-        with self._losses_in_call(), knowing(self):
+        with self._losses_in_call(), using_rows(self):
             yield
 
     @contextlib.contextmanager
     def replaying(self, start: int) -> Iterator[None]:
-        """Return the recorded values in their order inside this context.
-
-        Args:
-            start: The number of the part's first example.
-        """
+        """Replay the recorded values, in order, for a part that begins with example `start`."""
         self._replayed, self._summed, self._start = iter(self._values), iter(self._sums), start
-        with self._losses_in_call(), knowing(self):
+        with self._losses_in_call(), using_rows(self):
             yield
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the recorded rows; those of the part have a gradient, as on a replica.
+        """Return the recorded rows; only the part's own rows have a gradient, as on a replica.
 
         Raises:
-            ValueError: If the tensor of the whole batch has no or several rows for an example.
+            ValueError: If the tensor does not have one row for each example.
         """
         if not self._gathers:
             return tensor
@@ -270,8 +253,8 @@ class Recording(Rows):
         return tensor if self._replayed is None else tensor[self._start : self._start + num_rows]
 
     @property
-    def losses(self) -> list[SumsOfParts]:
-        """The losses that `call` computed, in their order."""
+    def losses(self) -> list[PartialSums]:
+        """The losses that `call` computed, in order."""
         return self._sums
 
     def _losses_in_call(self) -> contextlib.AbstractContextManager[None]:
@@ -283,7 +266,7 @@ class Recording(Rows):
         if sums is None:
             return keras_losses_in_call.reduce_of_these(*loss)
         if self._replayed is None:
-            self._sums.append(SumsOfParts(loss[3] == "sum", sums))
+            self._sums.append(PartialSums(loss[3] == "sum", sums))
         else:
             next(self._summed).add(sums)
         own = keras_losses_in_call.reduce_of_these(*loss)
@@ -298,20 +281,19 @@ class Recording(Rows):
 
 @tf.custom_gradient
 def _with_value(own: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, None]]]:
-    """Return a value with the gradient of another: that of a part, as on a replica."""
+    """Return `value` with the gradient of `own`."""
     return tf.identity(value), lambda upstream: (upstream, None)
 
 
-class RowsOfReplicas(Rows):
+class ReplicaRows(RowSource):
     """The rows of the whole batch, distributed over the replicas.
 
     Args:
         num_counted: For each local replica, the number of its examples to count.
-        example_weight: The weight of an example: less than 1 if several replicas have the same examples.
-        num_replicas: Replicas of all workers together.
-        num_examples: The size of the global batch; None where no worker has it.
-        all_gather: Returns the rows of all replicas for those of the calling one, in their order; None to sum tensors
-            of the size of the whole batch.
+        example_weight: The weight of an example; less than 1 if several replicas have the same examples.
+        num_replicas: Number of replicas on all workers.
+        num_examples: The size of the global batch; None if no worker knows it.
+        all_gather: Concatenates the rows of all replicas, in order; None sums tensors of the size of the whole batch.
     """
 
     def __init__(
@@ -326,24 +308,24 @@ class RowsOfReplicas(Rows):
         self._num_examples, self._all_gather = num_examples, all_gather
 
     def gather_without_gradient(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the rows of the whole batch, which an all-gather sends once; a sum sends them twice."""
+        """Return the rows of the whole batch by an all-gather, which sends half the bytes of a sum."""
         if self._all_gather is None or tensor.dtype == tf.string:
             return self.gather(tensor)
         rows = tensor[: tf.cast(self._num_counted[local_replica_id()], tf.int64)]
         return tf.ensure_shape(self._all_gather(rows), [None, *tensor.shape[1:]])
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the sum of tensors of the size of the whole batch, in which a replica fills its own rows.
+        """Sum tensors of the size of the whole batch, in which each replica fills its own rows.
 
-        Where several replicas have the same examples, one fills the rows. Each receives its share of the gradient, as
-        of the loss: else the first would have the gradient of all through these rows, and its share through others.
+        If several replicas have the same examples, one fills the rows, and each receives its share of the gradient, as
+        it has its share of the loss.
         """
         if tensor.dtype == tf.string:
             return self._texts(tensor)
         start, total = self._place()
         shape_here = tf.shape(tensor, tf.int64)
         summable = tf.cast(tensor, tf.int32) if tensor.dtype.is_bool else tensor
-        with tf.device("CPU:0"):  # sizes on a GPU would let the host wait for it
+        with tf.device("CPU:0"):  # the host would wait for sizes on a GPU
             count = tf.cast(self._num_counted[local_replica_id()], tf.int64)
             shape = tf.concat([total[None], shape_here[1:]], 0)
             places = (start + tf.range(count))[:, None]
@@ -359,13 +341,13 @@ class RowsOfReplicas(Rows):
         return tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
 
     def _texts(self, texts: tf.Tensor) -> tf.Tensor:
-        """Return the texts of the whole batch, which replicas sum as numbers."""
+        """Return the texts of the whole batch, summed as codes."""
         length = tf.one_hot(replica_id(), self._num_replicas, dtype=tf.int32) * text_bytes.longest(texts)
         num_bytes = tf.reduce_max(sum_over_replicas(length))
-        return text_bytes.texts_of(self.gather(text_bytes.codes_of(texts, num_bytes)))
+        return text_bytes.decode(self.gather(text_bytes.encode(texts, num_bytes)))
 
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
-        """Return the replica's rows."""
+        """Return the rows of the calling replica."""
         start, total = self._place()
         with tf.device("CPU:0"):
             # A padding batch has no rows in the whole batch.
@@ -383,19 +365,17 @@ class RowsOfReplicas(Rows):
         counts = sum_over_replicas(
             tf.one_hot(index, self._num_replicas, dtype=tf.int64) * tf.cast(self._num_counted[replica], tf.int64)
         )
-        # Only replicas of one worker have the same examples; the first of them counts.
+        # Only replicas of one worker can have the same examples; the first of them counts.
         first = tf.where(self._example_weight < 1, index - replica, index)
         return tf.reduce_sum(counts[:first]), tf.reduce_sum(counts)
 
 
 @contextlib.contextmanager
 def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
-    """Compute every loss in a model's `call` inside this context over the whole batch.
-
-    Its gradient is that of the whole batch too, for any use of the value on a replica.
+    """Compute every loss in a model's `call` over the whole batch in this context, with the gradient of the whole.
 
     Args:
-        counts: Returns the sizes of the batch of the calling replica and of the global batch.
+        counts: Returns the sizes of the calling replica's batch and of the global batch.
     """
 
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
@@ -406,7 +386,7 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
         example_weight = tf.cast(counts().example_weight, dtype)
         if reduction == "sum":
             return sum_over_replicas(example_weight * sums[0])
-        # Not derived from the number of examples: a layer may drop values or compute weights.
+        # Not from the number of examples: a layer may drop values or compute weights.
         return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(example_weight * tf.stack(sums))))
 
     with keras_losses_in_call.losses_in_call(reduce):

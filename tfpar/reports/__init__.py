@@ -1,1 +1,1 @@
-"""The report of a run, and the comparison of several: a page and pictures from the files of a run directory."""
+"""The report of a run and the comparison of several: HTML pages made from the files of a run directory."""

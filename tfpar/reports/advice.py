@@ -1,4 +1,4 @@
-"""What would make a run faster, in order of gain, from measured figures alone. Pure Python."""
+"""Advice on how to make a run faster, from its measured figures."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tfpar.reports.number_check import is_number
 from tfpar.reports.recorded_run import RecordedRun
 from tfpar.reports.timelines import PipelineRecord
 
-LEAST_GAIN = 0.03  # of the time: less is within the noise of a measurement
+LEAST_GAIN = 0.03  # smaller gains are within measurement noise
 _SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """One change that would make a run faster.
+    """A change that would make a run faster.
 
     Args:
-        times: The speed after the change over the speed before.
-        what: The reason, with its figures, in a sentence.
-        settings: The settings to change, by key; empty for a change of no setting.
-        basis: Where the gain comes from: "measured", "measured, at most" or "simulated from measured times".
+        times: Speedup factor.
+        what: The reason, with its figures, in sentences.
+        settings: The settings to change, by key; may be empty.
+        basis: The basis of the speedup: "measured", "measured, at most" or "simulated from measured times".
     """
 
     times: float
@@ -38,7 +38,7 @@ class Advice:
 
     @property
     def flags(self) -> str:
-        """The flags of the train command that make the change.
+        """The flags of the train command that apply the change.
 
         Example:
             >>> Advice(1.2, "", {"data.cache": True}, "measured").flags
@@ -48,21 +48,17 @@ class Advice:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether the change can train other weights, so that it needs another run directory."""
+        """Whether the change may lead to other weights, so that it needs a new run directory."""
         return any(map(config.changes_weights, self.settings))
 
 
 def advise(run: RecordedRun) -> list[Advice]:
-    """Return what would make a run faster by at least three percent, the largest gain first.
-
-    Args:
-        run: A run.
-    """
-    changes = [*_of_data(run), *_of_pipeline(run), *_of_validation(run)]
+    """Return the changes that would make a run at least three percent faster, the largest gain first."""
+    changes = [*_data_advice(run), *_pipeline_advice(run), *_validation_advice(run)]
     return sorted((change for change in changes if change.times >= 1 + LEAST_GAIN), key=lambda change: -change.times)
 
 
-def _of_data(run: RecordedRun) -> Iterator[Advice]:
+def _data_advice(run: RecordedRun) -> Iterator[Advice]:
     share = run.figures.get("data_wait_share")
     if not is_number(share) or not 0 < share < 1:
         return
@@ -75,7 +71,7 @@ def _of_data(run: RecordedRun) -> Iterator[Advice]:
         yield Advice(1 / (1 - share), what, {}, "measured, at most")
 
 
-def _of_pipeline(run: RecordedRun) -> Iterator[Advice]:
+def _pipeline_advice(run: RecordedRun) -> Iterator[Advice]:
     record = run.pipeline
     if record is None or record.durations is None:
         return
@@ -86,7 +82,7 @@ def _of_pipeline(run: RecordedRun) -> Iterator[Advice]:
         return
     for number, factor, seconds in steps:
         if now / seconds - 1 <= _simulation_error(record):
-            continue  # the simulation is wrong by more than it promises
+            continue  # the gain is within the error of the simulation
         what = (
             f"{100 * record.planned.bubble:.0f} % of the devices' time is bubble. With {number} micro-batches, each in "
             f"1/{factor} of the time of one now and with transfers as long, the simulated step is {duration(seconds)} "
@@ -96,7 +92,7 @@ def _of_pipeline(run: RecordedRun) -> Iterator[Advice]:
 
 
 def _simulation_error(record: PipelineRecord) -> float:
-    """Return the relative error of the simulated step of the run's own schedule; 0 where it was not measured."""
+    """Return the relative error of the simulated step, or 0 if no step was measured."""
     measured = record.measured
     if measured is None or measured.step_seconds <= 0:
         return 0.0
@@ -106,12 +102,12 @@ def _simulation_error(record: PipelineRecord) -> float:
 def _more_microbatches(
     run: RecordedRun, record: PipelineRecord, durations: Durations
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield twice and four times as many micro-batches, the factor, and the simulated step in seconds.
+    """Yield two and four times the number of micro-batches, the factor, and the simulated step in seconds.
 
-    Their transfers may be latency alone, and take as long.
+    Transfers are assumed to take as long as now, as if latency dominated.
     """
     schedule, batch = record.schedule, run.settings.get("training.global_batch_size")
-    replica = schedule.of_one_replica
+    replica = schedule.first_replica
     if schedule.name not in _SCHEDULES or not is_number(batch) or set(durations.microbatch_scale) - {1.0}:
         return
     for factor in (2, 4):
@@ -128,7 +124,7 @@ def _divided(durations: Durations, factor: int) -> Durations:
     return dataclasses.replace(durations, microbatch_scale=(), **values)
 
 
-def _of_validation(run: RecordedRun) -> Iterator[Advice]:
+def _validation_advice(run: RecordedRun) -> Iterator[Advice]:
     times = run.table("seconds")
     total, validation = times.get("fit"), times.get("validation")
     every, epochs = run.settings.get("training.validation_freq"), run.settings.get("training.epochs")

@@ -1,4 +1,4 @@
-"""The comparison of several runs as a page, and as text of 80 columns. No TensorFlow."""
+"""The comparison of several runs, as a page and as text of 80 columns."""
 
 from __future__ import annotations
 
@@ -19,37 +19,26 @@ ABSENT = "-"
 
 
 def names(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
-    """Return runs by their names, by their paths where two folders have the same name.
-
-    Args:
-        runs: Recorded runs of different folders.
-    """
+    """Return runs by name, or by path where two folders have the same name."""
     folders = [run.name for run in runs]
     return {run.name if folders.count(run.name) == 1 else str(run.folder): run for run in runs}
 
 
 def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Return the settings whose values differ, each with its value in every run; `ABSENT` where a run lacks it.
-
-    Args:
-        runs: Recorded runs.
+    """Return the settings that differ, each with its value in every run, or `ABSENT`.
 
     Example:
-        >>> one, two = (RecordedRun(None, {"seed": seed}, (), {}, (), "", {}) for seed in (1, 2))
-        >>> differing([one, two])
+        >>> runs = [RecordedRun(None, {"seed": seed}, (), {}, (), "", {}) for seed in (1, 2)]
+        >>> differing(runs)
         {'seed': [1, 2]}
     """
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    values = {key: [run.settings.get(key, ABSENT) for run in runs] for key in keys}
-    return {key: found for key, found in values.items() if len(set(map(repr, found))) > 1}
+    rows = {key: [run.settings.get(key, ABSENT) for run in runs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(map(repr, values))) > 1}
 
 
 def figures(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
-    """Return the figures of all runs by their names: state, layout, metrics, step, speed, memory.
-
-    Args:
-        runs: Recorded runs.
-    """
+    """Return the state, layout, metrics, speed and memory of all runs, by name of the figure."""
     rows: dict[str, list[str]] = {"state": [run.status for run in runs]}
     rows["layout"] = [_layout(run) for run in runs]
     rows["epochs"] = [_number(run.figures.get("epochs", run.figures.get("epoch"))) for run in runs]
@@ -64,7 +53,7 @@ def figures(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
 
 
 def _layout(run: RecordedRun) -> str:
-    """Return the layout of a run, also where `strategy.kind = "auto"` chose it; `ABSENT` where it is not recorded."""
+    """Return the recorded layout of a run, which the planner may have chosen."""
     layout = run.table("layout").get("strategy")
     return layout if isinstance(layout, str) and layout else ABSENT
 
@@ -82,13 +71,10 @@ def _memory(value: Any) -> str:
 
 
 def comparison(runs: Sequence[RecordedRun]) -> str:
-    """Return the comparison as a page.
+    """Return the comparison as a self-contained HTML page.
 
     Args:
-        runs: Two recorded runs or more, of different folders.
-
-    Returns:
-        One file of HTML that loads nothing.
+        runs: At least two runs, of different folders.
     """
     named, settings = names(runs), differing(runs)
     rows: list[tuple[str, ...]] = [(name, *cells) for name, cells in figures(runs).items()]
@@ -111,11 +97,7 @@ def comparison(runs: Sequence[RecordedRun]) -> str:
 
 
 def text(runs: Sequence[RecordedRun]) -> str:
-    """Return the comparison as text that fits 80 columns: a block for each run, its settings and its figures.
-
-    Args:
-        runs: Recorded runs.
-    """
+    """Return the comparison as text of 80 columns: a block of settings and figures for each run."""
     named = names(runs)
     settings, rows = differing(runs), figures(runs)
     columns = 4 + min(MOST_LABEL_COLUMNS, max(map(len, [*settings, *rows])))

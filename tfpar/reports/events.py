@@ -1,4 +1,4 @@
-"""What happened to a run besides its epochs, one JSON object a line: starts, interruptions, failures. No TensorFlow."""
+"""The events of a run, one JSON object per line: starts, interruptions, failures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOST_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One event of a run.
+    """An event of a run.
 
     Args:
-        time: When, in UTC as ISO 8601, with seconds.
+        time: Time in UTC, as ISO 8601 with seconds.
         kind: One of the constants of this module.
-        step: Steps that were trained then; None if not known.
+        step: Number of steps trained so far, if known.
         detail: A sentence, such as the error; may be empty.
     """
 
@@ -42,14 +42,13 @@ class Event:
 def append(folder: Path, kind: str, step: int | None = None, detail: str = "") -> None:
     """Append an event to the file of a run.
 
-    A file that cannot be written is left as it is: no run fails for its events. A line that a crash left unfinished is
-    ended first.
+    Write errors are ignored: no run fails because of its events. A line left unfinished by a crash is ended first.
 
     Args:
-        folder: The run directory; it is not created.
+        folder: The run directory.
         kind: One of the constants of this module.
-        step: Steps that were trained then.
-        detail: A sentence, of which the beginning is kept.
+        step: Number of steps trained so far.
+        detail: A sentence; a long one is shortened.
 
     Example:
         >>> import tempfile
@@ -73,21 +72,14 @@ def _now() -> str:
 
 
 def read(folder: Path) -> tuple[tuple[Event, ...], int]:
-    """Read the events of a run.
-
-    Args:
-        folder: The run directory.
-
-    Returns:
-        The events in their order, and the number of damaged lines. A run of an older version has none.
-    """
+    """Return the events of a run, in order, and the number of damaged lines. A missing file counts as empty."""
     try:
         lines = atomic_file.read(folder / NAME, _MOST_BYTES).splitlines()
     except OSError:
         return (), 0
-    found = [_event(line) for line in lines if line.strip()]
-    events = tuple(event for event in found if event is not None)
-    return events, len(found) - len(events)
+    parsed = [_event(line) for line in lines if line.strip()]
+    events = tuple(event for event in parsed if event is not None)
+    return events, len(parsed) - len(events)
 
 
 def _event(line: bytes) -> Event | None:
@@ -102,10 +94,7 @@ def _event(line: bytes) -> Event | None:
 
 
 def status(events: Sequence[Event]) -> str:
-    """Return how a run ended, in one word, or "not ended" if its last process left no end.
-
-    Args:
-        events: The events in their order.
+    """Return how a run ended: the last end event, "not ended" if a start follows it, or "not known" without events.
 
     Example:
         >>> status([Event("", STARTED), Event("", INTERRUPTED)]), status([Event("", STARTED)]), status([])
@@ -116,15 +105,12 @@ def status(events: Sequence[Event]) -> str:
 
 
 def lost_ends(events: Sequence[Event]) -> list[Event]:
-    """Return the starts that another start follows without an end between: the process was killed, or crashed.
-
-    Args:
-        events: The events in their order.
+    """Return the starts without an end before the next start: the process was killed or crashed.
 
     Example:
         >>> [event.time for event in lost_ends([Event("1", STARTED), Event("2", RESUMED), Event("3", TRAINED)])]
         ['1']
     """
-    of_process = [event for event in events if event.kind in (*_BEGINS, *_ENDS)]
-    pairs = itertools.pairwise(of_process)
-    return [one for one, following in pairs if one.kind in _BEGINS and following.kind in _BEGINS]
+    process_events = [event for event in events if event.kind in (*_BEGINS, *_ENDS)]
+    pairs = itertools.pairwise(process_events)
+    return [event for event, following in pairs if event.kind in _BEGINS and following.kind in _BEGINS]

@@ -1,4 +1,4 @@
-"""The check that a value of a recorded file is a number."""
+"""A check for numbers in recorded files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from typing import Any, TypeGuard
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether a value is a number, and no truth value.
-
-    Args:
-        value: Any value that JSON has.
+    """Return whether a JSON value is a number and not a boolean.
 
     Example:
         >>> is_number(1.5), is_number(True), is_number("1")

@@ -1,4 +1,4 @@
-"""The report of one run as a page. No TensorFlow."""
+"""The report of a run as an HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATUSES = {
     "trained": "trained to its end",
     "interrupted": "interrupted, with a checkpoint to resume from",
     "failed": "failed",
-    "training": "still training: this is what is there until now",
+    "training": "still training: the report is incomplete",
     "not ended": "not ended: its process was killed, or runs on another machine",
     "not known": "not known",
 }
@@ -45,14 +45,11 @@ _TIMES = {
 
 
 def report(run: RecordedRun, place: Path | None = None) -> str:
-    """Return the report of a run.
+    """Return the report of a run as a self-contained HTML page.
 
     Args:
-        run: A recorded run.
-        place: The folder of the page, for its links; by default that of the run.
-
-    Returns:
-        One file of HTML that loads nothing.
+        run: The run.
+        place: The folder of the page, for relative links. Defaults to the folder of the run.
 
     Example:
         >>> report(RecordedRun(Path("runs/digits"), {}, (), {}, (), "not known", {})).startswith("<!DOCTYPE html>")
@@ -97,11 +94,7 @@ def report(run: RecordedRun, place: Path | None = None) -> str:
 
 
 def headline(run: RecordedRun) -> dict[str, str]:
-    """Return the figures of a run that matter first, by their names.
-
-    Args:
-        run: A recorded run.
-    """
+    """Return the most important figures of a run, by name."""
     figures = run.figures
     rows = {"state": STATUSES.get(run.status, run.status)}
     epochs, steps = figures.get("epochs", figures.get("epoch")), figures.get("steps", figures.get("step"))
@@ -169,7 +162,7 @@ def _epoch_speeds(run: RecordedRun) -> Table:
 
 
 def _profile(run: RecordedRun, place: Path) -> dict[str, str]:
-    """Return the link to the profiles of steps, and the command that shows them; empty without one."""
+    """Return the link to the profiles of steps and the command that shows them; empty without profiles."""
     if run.profile is None:
         return {}
     link = quote(os.path.relpath(run.profile, place))
@@ -226,9 +219,9 @@ def _pipeline(run: RecordedRun) -> Table:
 
 
 def _plan(run: RecordedRun) -> Table:
-    """Return the rows of the plan as they are, without columns that are no plain values."""
-    found = run.plan.get("rows")
-    plan = [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+    """Return the rows of the plan, without columns of nested values."""
+    recorded = run.plan.get("rows")
+    plan = [row for row in recorded if isinstance(row, Mapping)] if isinstance(recorded, list) else []
     columns = dict.fromkeys(key for row in plan for key, value in row.items() if isinstance(value, str | int | float))
     heads = [key.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ") for key in columns]
     rows = [[_planned(key, row.get(key)) for key in columns] for row in plan[:MOST_PLANNED]]
@@ -272,10 +265,11 @@ def _parity(run: RecordedRun) -> Iterator[str]:
 
 
 def _differences(run: RecordedRun) -> Table:
-    found = [row for part in ("weights", "logs") if isinstance(run.parity.get(part), list) for row in run.parity[part]]
+    tables = [run.parity[name] for name in ("weights", "logs") if isinstance(run.parity.get(name), list)]
     rows = [
         (row.get("name"), *(_tiny(row.get(f"after_{step}_step")) for step in ("first", "last")))
-        for row in found
+        for table in tables
+        for row in table
         if isinstance(row, Mapping)
     ]
     return Table("Relative differences", ["weight or log", "first step", "last step"], rows[:MOST_LAYERS])
@@ -295,11 +289,7 @@ def _environment(run: RecordedRun) -> Table:
 
 
 def show(value: Any) -> str:
-    """Return the value of a setting as TOML; as Python where TOML has none.
-
-    Args:
-        value: The value.
-    """
+    """Format the value of a setting as TOML, or as Python if TOML cannot express it."""
     try:
         return toml.show(value)
     except (TypeError, ValueError):
@@ -307,9 +297,5 @@ def show(value: Any) -> str:
 
 
 def shown(value: str) -> str:
-    """Return a text for a terminal, with unprintable characters escaped.
-
-    Args:
-        value: The text.
-    """
+    """Escape unprintable characters for a terminal, and shorten a long text."""
     return excerpt(value, 400)

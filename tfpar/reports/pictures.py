@@ -1,6 +1,6 @@
-"""The pictures of a report: SVG inside the page, in the colour of its text on a light or a dark ground. No TensorFlow.
+"""The figures of a report: inline SVG that follows the text colour of the page, light or dark.
 
-Lines differ in style and marker: colour is never alone. Matplotlib is imported on first use.
+Lines differ in style and marker, not in colour alone. Matplotlib is imported on first use.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Stands for the colour of the text, which Matplotlib does not know.
+# Placeholder for the text colour of the page.
 _TEXT_COLOUR = "#010203"
-_STYLE: Any = {  # Matplotlib asks for a literal type of all its keys
+_STYLE: Any = {  # Matplotlib's stubs require a literal type for all keys
     "svg.fonttype": "none",
-    # Names of users are no formulas.
+    # A dollar sign in a name does not start a formula.
     "text.parse_math": False,
     "font.size": 9,
     "patch.edgecolor": _TEXT_COLOUR,
@@ -36,7 +36,7 @@ _STYLE: Any = {  # Matplotlib asks for a literal type of all its keys
     ),
 }
 _CSS_COLOURS = {_TEXT_COLOUR: "currentColor", timeline_plot.BUBBLE: "rgba(128, 128, 128, 0.25)"}
-# After the colour-blind safe palette of Okabe and Ito, with a contrast of at least 3 to white and to black.
+# Based on the colour-blind safe palette of Okabe and Ito, with a contrast of at least 3 to white and to black.
 COLOURS = ("#2B83C4", "#D9622B", "#1A9E77", "#C0639F", _TEXT_COLOUR, "#B8860B")
 _LINES = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (1, 3)))
 _MARKERS = ("o", "s", "^", "D", "v", "X")
@@ -48,11 +48,11 @@ Series = tuple[str, Sequence[float], Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture of a page.
+    """A figure of a page.
 
     Args:
-        title: The text above it.
-        description: What it shows, for those who do not see it.
+        title: The heading.
+        description: The text for screen readers.
         svg: The `<svg>` element.
     """
 
@@ -62,11 +62,7 @@ class Picture:
 
 
 def metric_names(*runs: RecordedRun) -> list[str]:
-    """Return the logged names of one number each, the loss first, without `val_` and without figures of the speed.
-
-    Args:
-        runs: Recorded runs.
-    """
+    """Return the names of the scalar logs, the loss first, without `val_` and without figures of speed."""
     names: dict[str, None] = {}
     for entry in (entry for run in runs for entry in run.epochs):
         names |= {name.removeprefix("val_"): None for name, value in entry.items() if is_number(value)}
@@ -74,11 +70,7 @@ def metric_names(*runs: RecordedRun) -> list[str]:
 
 
 def metrics(run: RecordedRun) -> list[Picture]:
-    """Return the curves of loss and metrics by epoch, training and validation in one picture.
-
-    Args:
-        run: A recorded run.
-    """
+    """Plot loss and metrics by epoch, training and validation together."""
     pictures = []
     for name in metric_names(run)[:MOST_METRICS]:
         curves = [
@@ -90,11 +82,7 @@ def metrics(run: RecordedRun) -> list[Picture]:
 
 
 def speed(run: RecordedRun) -> list[Picture]:
-    """Return the speed and the share of waiting for data over the steps, by epoch and within epochs.
-
-    Args:
-        run: A recorded run.
-    """
+    """Plot the speed and the fraction of time spent waiting for data, by step."""
     pictures = []
     for name, title, scale in (
         ("examples_per_second", "examples/s", 1.0),
@@ -107,10 +95,10 @@ def speed(run: RecordedRun) -> list[Picture]:
 
 
 def compared(runs: Mapping[str, RecordedRun]) -> list[Picture]:
-    """Return the loss curves of several runs over one another: those of validation if all runs have them.
+    """Plot the losses of several runs together: the validation losses if all runs have them.
 
     Args:
-        runs: Recorded runs by their names.
+        runs: The runs, by name.
     """
     validates = all(any("val_loss" in entry for entry in run.epochs) for run in runs.values())
     name, title = ("val_loss", "validation loss") if validates else ("loss", "loss")
@@ -120,13 +108,13 @@ def compared(runs: Mapping[str, RecordedRun]) -> list[Picture]:
 def curve(
     entries: Sequence[Mapping[str, Any]], place: str, name: str, scale: float = 1.0
 ) -> tuple[list[float], list[float]]:
-    """Return the places and the values of a curve, without those that are missing or not finite.
+    """Return the x and y values of a curve, without missing and non-finite ones.
 
     Args:
-        entries: Rows of recorded figures.
-        place: The name of the figure on the horizontal axis.
-        name: The name of the figure on the vertical axis.
-        scale: Factor of the values.
+        entries: Recorded figures, a row per point.
+        place: The figure on the x axis.
+        name: The figure on the y axis.
+        scale: Factor for the y values.
 
     Example:
         >>> curve([{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": "x"}], "epoch", "loss")
@@ -138,13 +126,10 @@ def curve(
 
 
 def timeline(run: RecordedRun) -> list[Picture]:
-    """Return the timeline of a pipeline's step as planned, and below as run: all stages of all replicas.
-
-    Args:
-        run: A recorded run.
+    """Plot the timeline of a pipeline's step, as planned and as run, for all devices.
 
     Returns:
-        A picture; none without a recorded step, or with too many actions to see one.
+        A figure, or none if no step was recorded or it has too many actions to be legible.
     """
     record = run.pipeline
     if record is None or len(record.planned.spans) > MOST_SPANS:
@@ -160,7 +145,7 @@ def timeline(run: RecordedRun) -> list[Picture]:
 def _curves(
     title: str, label: str, curves: Sequence[Series], *, starts_at_zero: bool = False, width: float = 4.2
 ) -> list[Picture]:
-    """Return the picture of the curves; none without a point."""
+    """Return a figure of the curves, or none if all are empty."""
     curves = [series for series in curves if series[1]]
     if not curves:
         return []
@@ -203,25 +188,25 @@ def _draw_lines(axes: Axes, curves: Sequence[Series]) -> None:
 def _short(name: str) -> str:
     shown = "".join(character if character.isprintable() else "\ufffd" for character in name)
     shown = shown if len(shown) <= 44 else f"{shown[:28]}...{shown[-13:]}"
-    return f" {shown}" if shown.startswith("_") else shown  # Matplotlib leaves such labels out
+    return f" {shown}" if shown.startswith("_") else shown  # Matplotlib omits labels that begin with "_"
 
 
 def _svg(figure: Figure, name: str) -> Markup:
-    """Return a figure as an element of a page, which gives it colours and width.
+    """Return a figure as an `<svg>` element, whose colours and width the page sets.
 
-    Matplotlib has escaped all texts, so that what looks like a tag is one.
+    Matplotlib escapes all texts, so that everything that looks like a tag is one.
     """
     buffer = io.StringIO()
     figure.savefig(
         buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
     )
     text = buffer.getvalue()
-    prefix = re.sub(r"\W", lambda found: f"_{ord(found[0]):x}", name)
+    prefix = re.sub(r"\W", lambda match: f"_{ord(match[0]):x}", name)
     return Markup(re.sub(r"<[^<>]*>", lambda tag: _styled(tag[0], prefix), text[text.index("<svg") :]))
 
 
 def _styled(tag: str, prefix: str) -> str:
-    """Return a tag with CSS colours, and with ids that no other picture has."""
+    """Return a tag with CSS colours, and with ids unique to this figure."""
     if tag.startswith("<svg"):
         tag = re.sub(r' (width|height|version)="[^"]*"', "", tag)
     for colour, css in _CSS_COLOURS.items():

@@ -1,4 +1,4 @@
-"""A run as its folder records it, read leniently: what is missing or damaged is a note. No TensorFlow."""
+"""A run as recorded in its folder. Missing and damaged files become notes, not errors."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from tfpar.reports.number_check import is_number
 from tfpar.reports.timelines import PipelineRecord
 
 RECORD = "record.json"
-PROFILE = Path("tensorboard", "plugins", "profile")  # where the profile page of TensorBoard looks
+PROFILE = Path("tensorboard", "plugins", "profile")  # where TensorBoard's profiler looks
 TRAINING = "training"
-_OF_RUN = ("run.json", "config.toml")
+_RUN_FILES = ("run.json", "config.toml")
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder records it. Tables and sequences are empty where the folder lacks them.
+    """A run as recorded in its folder. Tables and sequences are empty if their file is missing.
 
     Args:
         folder: The run directory.
-        settings: The value of each setting, by its key with its section, such as "training.epochs".
-        epochs: The lines of `metrics.jsonl`: an epoch each.
-        results: The figures of `results.json`; empty until the run is trained to its end.
+        settings: The value of each setting, by key, such as "training.epochs".
+        epochs: The lines of `metrics.jsonl`, one per epoch.
+        results: The figures of `results.json`; empty until training has ended.
         events: Starts, interruptions and failures.
         status: "trained", "interrupted", "failed", "training", "not ended" or "not known".
-        record: Versions, machine, model, layout, memory and times, as the run wrote them.
-        pipeline: The step of a pipeline as planned and as run; None for other strategies.
-        plan: The plan of the layouts, if the planner wrote one.
-        parity: The result of a check of parity, if one was saved here.
-        notes: Sentences about files that are missing or damaged.
+        record: The content of `record.json`: versions, machine, model, layout, memory and times.
+        pipeline: The step of a pipeline, as planned and as run.
+        plan: The plan, if the planner wrote one.
+        parity: The result of a parity check, if one was saved here.
+        notes: Sentences about missing and damaged files.
     """
 
     folder: Path
@@ -60,56 +60,48 @@ class RecordedRun:
 
     @property
     def figures(self) -> Mapping[str, Any]:
-        """The results, or until there are any the last epoch's figures."""
+        """The results, or the figures of the last epoch until there are results."""
         return self.results or (self.epochs[-1] if self.epochs else {})
 
     @property
     def step_seconds(self) -> float | None:
-        """The measured duration of a step; None if none was timed."""
+        """The measured duration of a step, if any."""
         milliseconds = self.figures.get("step_milliseconds")
         return None if not is_number(milliseconds) or not milliseconds else milliseconds / 1e3
 
     @property
     def device_peaks(self) -> Mapping[str, float]:
-        """The peak memory of each GPU in bytes, by its name; empty on CPUs."""
+        """The peak memory of each GPU in bytes, by name."""
         rows = self.rows("memory", "devices")
         return {str(row.get("device")): row["peak_bytes"] for row in rows if is_number(row.get("peak_bytes"))}
 
     @property
     def fullest_bytes(self) -> float | None:
-        """The peak memory of the fullest GPU; None without one."""
+        """The largest peak memory of a GPU in bytes; None without GPUs."""
         return max(self.device_peaks.values(), default=None)
 
     @property
     def process_bytes(self) -> Any:
-        """The peak memory of the process in bytes, if it was recorded."""
+        """The peak memory of the process in bytes, if recorded."""
         return self.table("memory").get("process_peak_bytes")
 
     @property
     def profile(self) -> Path | None:
-        """The folder of TensorFlow's profiles of its steps; None without one."""
+        """The folder of TensorFlow's profiles, if it exists."""
         folder = self.folder / PROFILE
         return folder if folder.is_dir() else None
 
     def table(self, *keys: str) -> Mapping[str, Any]:
-        """Return a table of the record; empty if there is none.
-
-        Args:
-            keys: Of the record, and of the tables inside.
-        """
-        found: Any = self.record
+        """Return a table of the record, by the keys that lead to it; empty if it is missing."""
+        value: Any = self.record
         for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found if isinstance(found, Mapping) else {}
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value if isinstance(value, Mapping) else {}
 
     def rows(self, *keys: str) -> list[Mapping[str, Any]]:
-        """Return the tables in a list of the record; empty if there is none.
-
-        Args:
-            keys: Of the record, and of the tables inside.
-        """
-        found = self.table(*keys[:-1]).get(keys[-1]) if len(keys) > 1 else self.record.get(keys[0])
-        return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+        """Return a list of tables of the record, by the keys that lead to it; empty if it is missing."""
+        value = self.table(*keys[:-1]).get(keys[-1])
+        return [row for row in value if isinstance(row, Mapping)] if isinstance(value, list) else []
 
 
 def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
@@ -117,10 +109,10 @@ def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
 
     Args:
         folder: The run directory.
-        status: The status of the run; by default as its folder says.
+        status: The status of the run. By default, it is derived from the files.
 
     Raises:
-        ValueError: If there is no such folder, or it holds no run.
+        ValueError: If the folder does not exist, or holds no run.
 
     Example:
         >>> import tempfile
@@ -133,7 +125,7 @@ def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
     folder = Path(folder)
     _require_run(folder)
     notes: list[str] = []
-    found, num_damaged = events.read(folder)
+    run_events, num_damaged = events.read(folder)
     if num_damaged:
         lines = "1 line" if num_damaged == 1 else f"{num_damaged} lines"
         notes.append(f"{lines} of {events.NAME} {'is' if num_damaged == 1 else 'are'} damaged and left out.")
@@ -146,7 +138,7 @@ def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
         settings=settings,
         epochs=epochs,
         results=_table(folder / "results.json", notes),
-        events=found,
+        events=run_events,
         status=status or "",
         record=record,
         pipeline=None if pipeline is None else timelines.from_table(pipeline),
@@ -166,7 +158,7 @@ def _require_run(folder: Path) -> None:
         names = os.listdir(folder)
     except OSError as error:
         raise ValueError(f"{shown} cannot be read: {error.strerror}. Correct the path, or its permissions.") from None
-    if not any(name in names for name in _OF_RUN):
+    if not any(name in names for name in _RUN_FILES):
         raise ValueError(
             f"A run must be a folder with a config.toml, and {shown} holds none. Name a folder that "
             "python -m tfpar.train has written."
@@ -181,17 +173,17 @@ def _table(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _settings(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    """Return all settings with their defaults; only those of the file where this version does not read it."""
+    """Return all settings with their defaults, or only those in the file if this version cannot load it."""
     try:
         return dict(_flat(config.load(path).model_dump()))
     except (OSError, ValueError) as error:
         reason = error
     try:
-        found = dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
+        settings = dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, RecursionError):
-        found = {}
+        settings = {}
     notes.append(f"config.toml is not one of this version: {received.excerpt(str(reason), 160)}")
-    return found
+    return settings
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -217,14 +209,14 @@ def _epochs(path: Path, notes: list[str]) -> Sequence[Mapping[str, Any]]:
 def _status(run: RecordedRun) -> str:
     if is_locked(run.folder / ".lock"):
         return TRAINING
-    found = events.status(run.events)
-    return events.TRAINED if found in ("not known", "not ended") and run.results else found
+    status = events.status(run.events)
+    return events.TRAINED if status in ("not known", "not ended") and run.results else status
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process of this machine holds the lock of a run directory.
+    """Return whether a local process holds the lock of a run directory.
 
-    The lock is not tried: a try would refuse a training that starts at that moment.
+    It does not try to take the lock: that could make a training that starts at this moment fail.
 
     Args:
         path: The file `.lock`.

@@ -1,4 +1,4 @@
-"""The report of a run as a file of its folder. No TensorFlow."""
+"""The report of a run as a file in its folder."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ PAGE = "report.html"
 
 
 def write(folder: Path, *, status: str | None = None, output: Path | None = None) -> Path:
-    """Write the report of a run into its folder.
+    """Write the report of a run, and return its path.
 
     Args:
         folder: The run directory.
-        status: The status of the run; by default as its folder says.
-        output: Another file for the page.
-
-    Returns:
-        The page.
+        status: The status of the run. By default, it is derived from the files.
+        output: The file to write. Defaults to `report.html` in the run directory.
 
     Raises:
-        ValueError: If the folder is no run.
+        ValueError: If the folder holds no run.
         OSError: If the file cannot be written.
 
     Example:

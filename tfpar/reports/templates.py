@@ -1,4 +1,4 @@
-"""The templates of the pages: all names of a run are text that nobody has checked, and Jinja escapes them."""
+"""Rendering of the HTML templates. Jinja escapes all names of a run, which are untrusted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from markupsafe import Markup
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of a page, left out without rows; the first cell of a row names it.
+    """A table of a page, omitted if it has no rows. The first cell of each row is its heading.
 
     Args:
-        caption: Its title.
-        heads: The names of its columns.
-        rows: A text for each column.
-        are_numbers: Whether the columns after the first are numbers.
+        caption: The title.
+        heads: The column headings.
+        rows: The cells of each row.
+        are_numbers: Whether the columns after the first are numeric.
     """
 
     caption: str
@@ -29,17 +29,14 @@ class Table:
 
 
 def render(name: str, **values: Any) -> str:
-    """Return a page.
+    """Render a template as a self-contained HTML page without scripts.
 
     Args:
-        name: The file of its template.
-        values: What the template shows.
-
-    Returns:
-        One file of HTML without scripts, which loads nothing.
+        name: The file name of the template.
+        **values: The values that it uses.
 
     Raises:
-        jinja2.UndefinedError: If the template names a value that is not there.
+        jinja2.UndefinedError: If a value is missing.
     """
     return _environment().get_template(name).render(values)
 
@@ -57,7 +54,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _printable(value: Any) -> Any:
-    """Replace what no HTML file may contain: control characters, and halves of surrogate pairs."""
+    """Replace characters that are invalid in HTML: control characters and lone surrogates."""
     if isinstance(value, Markup):
         return value
     return "".join(

@@ -1,4 +1,4 @@
-"""Timelines, schedules and durations of a pipeline as values that JSON has, and back. No TensorFlow."""
+"""Conversion of pipeline schedules, timelines and durations to JSON values and back."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from tfpar.pipeline.schedule import Action, Schedule, parse
 from tfpar.pipeline.schedule.simulator import Durations, Span, Timeline
 
-MOST_SPANS = 20_000  # more have no width in a picture
+MOST_SPANS = 20_000  # more are not visible in a figure
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineRecord:
-    """A step of a pipeline as planned, and as run where it was measured.
+    """A step of a pipeline, as planned and, if measured, as run.
 
     Args:
         schedule: The order of the actions.
-        planned: The simulated step of this schedule.
-        measured: The measured step of the same schedule; None without `--trace`.
-        durations: The measured durations of the actions, from which the step was simulated.
+        planned: The simulated step.
+        measured: The measured step; None without `--trace`.
+        durations: The measured durations of the actions that were simulated.
     """
 
     schedule: Schedule
@@ -30,29 +30,22 @@ class PipelineRecord:
 
 
 def to_table(record: PipelineRecord) -> dict[str, Any]:
-    """Return the record as values that JSON has.
-
-    Args:
-        record: The record.
-    """
+    """Convert a record to JSON values."""
     return {
         "schedule": record.schedule.to_text(),
-        "planned": _of_timeline(record.planned),
-        "measured": None if record.measured is None else _of_timeline(record.measured),
+        "planned": _from_timeline(record.planned),
+        "measured": None if record.measured is None else _from_timeline(record.measured),
         "durations": None if record.durations is None else dataclasses.asdict(record.durations),
     }
 
 
-def _of_timeline(timeline: Timeline) -> dict[str, Any]:
+def _from_timeline(timeline: Timeline) -> dict[str, Any]:
     spans = [[*span.action, span.device, span.begin_seconds, span.end_seconds] for span in timeline.spans]
     return {**dataclasses.asdict(dataclasses.replace(timeline, spans=())), "spans": spans}
 
 
 def from_table(table: Any) -> PipelineRecord | None:
-    """Return the record from values that JSON has; None where they are not those of a record.
-
-    Args:
-        table: What `to_table` returned, or anything else.
+    """Convert JSON values from `to_table` to a record; return None if they are invalid.
 
     Example:
         >>> from tfpar.pipeline.schedule import make

@@ -1,1 +1,1 @@
-"""A run of the train command: its folder, its report, its trainer."""
+"""A run of the train command: its directory, its trainer and what it prints."""

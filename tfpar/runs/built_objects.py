@@ -1,4 +1,4 @@
-"""Descriptions of a built model, its optimizer and its losses."""
+"""Descriptions of a model's precision and optimizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import keras
 
 
 def describe_precision(model: keras.Model) -> str:
-    """Return the dtype policies of the model's weighted layers, the most frequent first.
-
-    Args:
-        model: Any model.
+    """Return the dtype policies of the layers with weights, the most frequent first.
 
     Example:
         >>> describe_precision(keras.Sequential([keras.layers.Dense(1, dtype="mixed_bfloat16")]))
@@ -23,24 +20,18 @@ def describe_precision(model: keras.Model) -> str:
 
 
 def layers(model: keras.Model) -> list[keras.Layer]:
-    """Return all layers that hold no others, in the order of the model.
-
-    Args:
-        model: Any model.
+    """Return the innermost layers, in the order of the model.
 
     Example:
         >>> [layer.name for layer in layers(keras.Sequential([keras.layers.Dense(1, name="scores")]))]
         ['scores']
     """
-    found = [layer for child in model.layers for layer in (layers(child) if hasattr(child, "layers") else [child])]
-    return found or [model]
+    innermost = [layer for child in model.layers for layer in (layers(child) if hasattr(child, "layers") else [child])]
+    return innermost or [model]
 
 
 def describe_optimizer(model: keras.Model) -> str:
-    """Return the optimizer of a model with its changes to gradients, in words.
-
-    Args:
-        model: A compiled model.
+    """Describe the optimizer of a compiled model, with its settings that change gradients.
 
     Example:
         >>> model.compile(keras.optimizers.SGD(0.1, clipnorm=1.0), "mse")

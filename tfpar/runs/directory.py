@@ -1,4 +1,4 @@
-"""The run directory: its owner, its files, and a lock against other processes; no TensorFlow."""
+"""The run directory: its identity, its files, and a lock against other processes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from tfpar.files import atomic_file, json_file
 from tfpar.messages.received import excerpt
 from tfpar.runs import result_files
 
-_OF_FILES = ("run", "sha256")  # in results.json, next to the figures
+_FILE_FACTS = ("run", "sha256")  # in results.json, next to the figures
 
 
 class RunDirectory:
-    """A folder that holds one configuration's run.
+    """The folder of a run.
 
         run.json         the run's identity, which its checkpoints and results carry
-        config.toml      the resolved run, for `--config` again
-        metrics.jsonl    one line an epoch
+        config.toml      the resolved configuration, usable with `--config`
+        metrics.jsonl    one line per epoch
         tensorboard/     logs for `tensorboard --logdir`
-        checkpoints/     the newest few
+        checkpoints/     the latest checkpoints
         model.keras      the trained model
         best.keras       the model of the best epoch, with callbacks.save_best
-        results.json     at its end: metrics, speed, and the SHA-256 of model.keras and metrics.jsonl
-        optimizer.json   the optimizer as it was built
-        plan.json        the ranked layouts, where the planner chose one
-        pipeline.png     with --trace: a step of the pipeline as planned and as run
+        results.json     at the end: metrics, speed, and the SHA-256 of model.keras and metrics.jsonl
+        optimizer.json   the configuration of the optimizer
+        plan.json        the ranked layouts, if the planner chose one
+        pipeline.png     with --trace: a step of the pipeline, as planned and as run
         report.html      the report
-        record.json      what the report says of the machine and the model; starts and failures are in events.jsonl
-        tensorflow.log   what TensorFlow's native code wrote
-        xla/             functions that XLA has compiled, for the next start
+        record.json      facts about the machine and the model, for the report
+        events.jsonl     starts, interruptions and failures
+        tensorflow.log   the output of TensorFlow's native code
+        xla/             functions compiled by XLA, for the next start
 
-    A folder with other files is refused, whatever their names: without a `run.json` no file is a run's. An older
-    version wrote none; its folder is recognized by `.lock` next to a readable `config.toml`, and gets one.
+    A folder with files but no `run.json` is refused, whatever their names. Older versions wrote no `run.json`: a folder
+    with `.lock` and a readable `config.toml` is accepted and gets one.
 
     Args:
         path: The folder.
@@ -64,20 +65,20 @@ class RunDirectory:
         self.compilations = self.path / "xla"
         self.optimizer = self.path / "optimizer.json"
         self.report = self.path / "report.html"
-        self.lacks_report = False  # of a run that has failed: the error is printed first
-        self.resumed: config.Run | None = None  # the run that the folder held when it was claimed
-        self.identity: str | None = None  # known once the folder is claimed; "" where an older version began the run
+        self.lacks_report = False  # True after a failure, whose error is printed first
+        self.resumed: config.Run | None = None  # the run that the folder held when claimed
+        self.identity: str | None = None  # set when the folder is claimed; "" if an older version began the run
         self._lock: IO[bytes] | None = None
-        self._seen: tuple[int, ...] = ()  # the state of run.json when its content was last read
+        self._seen: tuple[int, ...] = ()  # the state of run.json when it was last read
         self._recorded = ""  # the content of config.toml
-        self._before: list[str] | None = None  # the files of the folder before the run; None if it did not exist
+        self._before: list[str] | None = None  # the files in the folder before the run; None if it did not exist
         self._created_above: list[Path] = []
 
     def recorded(self) -> Path | None:
-        """Return the configuration of the run that the folder holds; None if it holds no run.
+        """Return the path of the run's configuration; None if the folder holds no run.
 
         Raises:
-            ValueError: If it cannot be read.
+            ValueError: If the configuration cannot be read.
         """
         if self._known_identity() is None or not self.config.is_file():
             return None
@@ -85,14 +86,14 @@ class RunDirectory:
         return self.config
 
     def claim(self, run: config.Run) -> None:
-        """Take the folder for a run: create it, or resume its run if that trains the same weights.
+        """Claim the folder for a run: create it, or resume its run if that trains the same weights.
 
         Args:
             run: The resolved run.
 
         Raises:
-            ValueError: If the folder holds another configuration's run, or files that are no run, or another process
-                trains in it. Nothing in it is changed then.
+            ValueError: If the folder holds a run with another configuration or other files, or another process trains
+                in it. The folder is then unchanged.
             OSError: If it cannot be written.
         """
         self._refuse_strangers()
@@ -120,9 +121,9 @@ class RunDirectory:
             self._lock = None
 
     def undo_claim(self) -> None:
-        """Remove what `claim` created, and what followed it, if nothing was trained; for a run that is refused.
+        """Remove the files created since `claim`, if nothing was trained, after the run was refused.
 
-        A folder that held a run before, or a part of one, keeps it.
+        Files that were there before are kept.
 
         Example:
             >>> directory.claim(config.Run())
@@ -134,19 +135,19 @@ class RunDirectory:
             return
         result_files.remove_claim(self.path, self._before)
         self._unlock()
-        with contextlib.suppress(OSError):  # another run may use them by now
+        with contextlib.suppress(OSError):  # another run may already use them
             for folder in self._created_above:
                 folder.rmdir()
 
     def _refuse_strangers(self) -> None:
-        """Refuse a folder that holds files which no run has written; nothing in it is changed then."""
+        """Refuse a folder with files that no run has written."""
         if not self.path.exists():
             return
         names = os.listdir(self.path)
         result_files.require_kinds(self.path, names)
         if result_files.is_unused(names) or self._known_identity() is not None:
             return
-        if ".lock" in names and self.config.name in names:  # an older version's
+        if ".lock" in names and self.config.name in names:  # written by an older version
             return
         raise ValueError(
             f"{self.path} must be empty or hold a run, and it holds files without a run.json: no run wrote them. "
@@ -159,13 +160,13 @@ class RunDirectory:
 
     def _claim(self, run: config.Run) -> None:
         identity = self._known_identity()
-        # Until something is trained there is nothing to lose: a mistyped setting must not block its own correction.
+        # Until something is trained, settings may change: a mistyped one must not block its correction.
         if self.metrics.exists() or self.model.exists() or any(self.checkpoints.glob("*.npz")):
             self.resumed = self._refuse_other(run)
             self.identity = self._identity_of_checkpoints() if identity is None else identity
         else:
             if self.config.exists() and identity is None:
-                self._load()  # a stranger's is refused
+                self._load()  # refuses a file that is not a configuration
             self.identity = identity or uuid.uuid4().hex
         if self.identity != identity:
             self._write_identity(self.path)
@@ -176,17 +177,17 @@ class RunDirectory:
             self.record(config.dump(run))
 
     def _identity_of_checkpoints(self) -> str:
-        """Return the identity that a run's checkpoints carry: "" if an older version wrote them."""
-        from tfpar.checkpoint import file_format  # imports NumPy, which a finished run does without
+        """Return the identity recorded in the checkpoints; "" if an older version wrote them."""
+        from tfpar.checkpoint import file_format  # imports NumPy, which a finished run does not need
 
-        found = (file_format.run_of(path) for path in reversed(file_format.paths(self.checkpoints)))
+        found = (file_format.read_run(path) for path in reversed(file_format.paths(self.checkpoints)))
         return next((run for run in found if run is not None), "")
 
     def record(self, text: str) -> None:
-        """Write config.toml, whole or not at all; it stays untouched where it says the same already.
+        """Write config.toml atomically, unless it already has this content.
 
         Args:
-            text: The run as TOML.
+            text: The configuration in TOML.
 
         Raises:
             OSError: If it cannot be written.
@@ -196,15 +197,15 @@ class RunDirectory:
             atomic_file.write(self.config, text)
 
     def is_there(self) -> bool:
-        """Return whether the folder is still that of the run: not removed, emptied, renamed or replaced.
+        """Return whether the folder still belongs to the run: not removed, emptied, renamed or replaced.
 
-        A lost `run.json` alone is written again.
+        If only `run.json` is missing, it is written again.
         """
         try:
             status = (self.path / "run.json").stat()
         except (FileNotFoundError, NotADirectoryError):
             return self._repair_identity()
-        except OSError:  # a disk of the network that does not answer now
+        except OSError:  # such as a network disk that does not respond
             return True
         state = (status.st_dev, status.st_ino, status.st_mtime_ns)
         if state != self._seen and self._known_identity() != self.identity:
@@ -222,19 +223,19 @@ class RunDirectory:
         atomic_file.write(folder / "run.json", json.dumps({"run": self.identity}) + "\n")
 
     def _holds_lock(self, folder: Path) -> bool:
-        """Return whether a folder is the one that was claimed, by the file that this process has locked there."""
+        """Return whether a folder is the claimed one: it contains the file that this process has locked."""
         try:
             return self._lock is not None and os.path.samestat(os.fstat(self._lock.fileno()), os.stat(folder / ".lock"))
         except OSError:
             return False
 
     def rescue(self) -> Path:
-        """Return a folder for the files of a run whose folder is gone: the renamed one, or a new one.
+        """Return a folder for the files of a run whose folder is gone: the renamed folder or a new one.
 
-        A new one gets the run's identity and configuration, so that the run resumes there.
+        A new folder gets the run's identity and configuration, so that the run can resume there.
 
         Raises:
-            OSError: If none can be written.
+            OSError: If no folder can be written.
         """
         with contextlib.suppress(OSError):
             if self._lock is not None:
@@ -259,22 +260,22 @@ class RunDirectory:
         return Path(tempfile.mkdtemp(prefix="tfpar-"))
 
     def finished(self, run: config.Run) -> dict[str, Any] | None:
-        """Return the results of a run that is trained to its end; None if it is not, or is to train more epochs.
+        """Return the results of a finished run; None if it is not finished or has more epochs to train.
 
-        Results whose files are missing or changed count as none: the model is then written again.
+        A run whose files are missing or changed is not finished: its model is written again.
 
         Args:
-            run: The run, for which the folder is claimed.
+            run: The run for which the folder is claimed.
         """
         if self.resumed is None or self.resumed.training.epochs != run.training.epochs:
             return None
         results = self._results()
         if results is None or self.broken():
             return None
-        return {name: value for name, value in results.items() if name not in _OF_FILES}
+        return {name: value for name, value in results.items() if name not in _FILE_FACTS}
 
     def broken(self) -> list[str]:
-        """Return the names of the files of a finished run that are missing, or not as they were written."""
+        """Return the names of a finished run's files that are missing or changed."""
         results = self._results()
         if results is None:
             return [self.results.name] if self.results.exists() else []
@@ -284,13 +285,13 @@ class RunDirectory:
 
     def _results(self) -> dict[str, Any] | None:
         results = json_file.read_table(self.results) or {}
-        figures = {name: value for name, value in results.items() if name not in _OF_FILES}
+        figures = {name: value for name, value in results.items() if name not in _FILE_FACTS}
         digests, owner = results.get("sha256"), results.get("run", "")
         is_whole = result_files.are_results(figures) and (digests is None or isinstance(digests, dict))
         return results if is_whole and owner == self.identity else None
 
     def reopen(self) -> None:
-        """Take the results away before more epochs are trained: whoever finds them takes the run for finished.
+        """Remove the results, which mark the run as finished, before training more epochs.
 
         Raises:
             OSError: If they cannot be removed.
@@ -298,7 +299,7 @@ class RunDirectory:
         self.results.unlink(missing_ok=True)
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Write the results, whole or not at all: they mark the run as finished and contain the digests of its files.
+        """Write the results with the digests of the run's files, atomically. They mark the run as finished.
 
         Args:
             results: JSON values by name.
@@ -309,15 +310,15 @@ class RunDirectory:
         if self._recorded:
             self.record(self._recorded)  # the file may have been removed since
         digests = {path.name: result_files.digest(path) for path in (self.model, self.metrics) if path.exists()}
-        of_files = {"run": self.identity, "sha256": digests}
-        atomic_file.write(self.results, json.dumps({**results, **of_files}, indent=2) + "\n")
+        content = {**results, "run": self.identity, "sha256": digests}
+        atomic_file.write(self.results, json.dumps(content, indent=2) + "\n")
 
     def _refuse_other(self, run: config.Run) -> config.Run:
-        """Return the run that the folder holds; refuse one that trains other weights."""
-        there = self._load()
+        """Return the run in the folder; refuse `run` if it would train other weights."""
+        existing = self._load()
         differing = [
             f"{excerpt(key, 40)} is {excerpt(str(old), 40)} there and {excerpt(str(new), 40)} now"
-            for key, old, new in config.changes(there, run)
+            for key, old, new in config.changes(existing, run)
             if config.changes_weights(key)
         ]
         if differing:
@@ -325,7 +326,7 @@ class RunDirectory:
                 f"{self.path} holds another configuration's run ({excerpt('; '.join(differing[:3]), 140)}). Choose "
                 f"another --directory, or resume that run with --directory {self.path} alone, or delete the folder."
             )
-        return there
+        return existing
 
     def _load(self) -> config.Run:
         if not self.config.exists():

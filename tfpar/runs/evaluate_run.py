@@ -1,4 +1,4 @@
-"""The evaluator of a job: a process next to the workers that evaluates every checkpoint of the chief."""
+"""The evaluator of a job: a process besides the workers that evaluates each checkpoint of the chief."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ POLL_SECONDS = 1.0
 
 
 def evaluate_checkpoints(run: config.Run, directory: RunDirectory) -> bool:
-    """Evaluate every new checkpoint of a run on its validation data, until the run is trained.
+    """Evaluate each new checkpoint of a run on its validation data, until the run ends.
 
-    The evaluator does not train and does not communicate; it reads the chief's checkpoints from the shared folder.
-    Each evaluation is a line on standard output and in `evaluations.jsonl`, and a point in TensorBoard's curves.
+    The evaluator does not communicate with the workers; it reads the chief's checkpoints from the shared folder. It
+    writes each evaluation to standard output, `evaluations.jsonl` and TensorBoard.
 
     Args:
-        run: The resolved run.
-        directory: The chief's folder.
+        run: The run.
+        directory: The chief's run directory.
 
     Returns:
-        Whether the run was trained to its end; False if the evaluator was asked to stop before.
+        True when the run has ended; False if a signal stopped the evaluator before.
 
     Raises:
-        ValueError: If the run has no validation data, or a checkpoint is of another model.
+        ValueError: If the run has no validation data, or a checkpoint belongs to another model.
     """
     trainer = make_trainer(run, strategies.SingleDevice())
     if trainer.validation_data is None:
         raise ValueError(
             "An evaluator needs validation data, and data.validation_split is none. Set it, or start no evaluator."
         )
-    # Builds the model at its first batch.
+    # Build the model.
     trainer.evaluate(run_data.validation_batches(run, trainer), steps=1, verbose=0)
     print(f"Evaluating each new checkpoint in {directory.checkpoints}.", flush=True)
     stopped = threading.Event()

@@ -1,4 +1,4 @@
-"""A run whose folder is removed or renamed while it trains: it stops with a checkpoint where that can be written."""
+"""Detection of a run directory that is removed or renamed during training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from tfpar.runs.directory import RunDirectory
 
 
 class FolderWatch(keras.callbacks.Callback):
-    """Interrupt a training whose folder is gone, and let its last checkpoint be written elsewhere.
+    """Interrupt training when its folder is gone, and redirect its last checkpoint and metrics.
 
-    It comes before the callbacks that write into the folder.
+    Place it before the callbacks that write into the folder.
 
     Args:
-        directory: The folder, claimed.
-        checkpoints: Those of the training.
-        metrics_file: That of the training.
-        interrupt: Ends the training after its step, with a checkpoint.
+        directory: The claimed run directory.
+        checkpoints: The checkpoints of the training.
+        metrics_file: The metrics file of the training.
+        interrupt: Ends the training after the current step, with a checkpoint.
+
+    Attributes:
+        kept_in: The folder of the redirected files; None while the run directory exists.
 
     Example:
         >>> watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
@@ -46,14 +49,14 @@ class FolderWatch(keras.callbacks.Callback):
         self._interrupt = interrupt
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Look after every call of the inner loop, which takes microseconds."""
-        self._look()
+        """Check the folder, which takes microseconds."""
+        self._check_folder()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Look before the epoch's line is written."""
-        self._look()
+        """Check the folder before the epoch's line is written."""
+        self._check_folder()
 
-    def _look(self) -> None:
+    def _check_folder(self) -> None:
         if self.kept_in is None and not self._directory.is_there():
             self.kept_in = self._directory.rescue()
             self._checkpoints.redirect(self.kept_in / self._directory.checkpoints.name)

@@ -1,4 +1,4 @@
-"""The files of a run directory: those that a run writes, and a check that its results are unchanged; no TensorFlow."""
+"""The files that a run writes into its directory, and a check that results are unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = (
 )
 FOLDERS = ("checkpoints", "tensorboard", "report", "xla")
 # The files that a run creates before its first step.
-_OF_CLAIM = frozenset(
+_CREATED_BY_CLAIM = frozenset(
     {
         *(".lock", "run.json", "config.toml", "optimizer.json", "tensorflow.log", "checkpoints"),
         *("record.json", "events.jsonl", "plan.json"),
@@ -31,20 +31,20 @@ _LEFTOVERS = frozenset({".lock", "run.json", "config.unfinished", "tensorflow.lo
 
 
 def is_unused(names: Iterable[str]) -> bool:
-    """Return whether a folder with these files can become a run directory: no results of a run, no files of a user."""
+    """Return whether a folder with these files can become a run directory: it holds neither a run nor user files."""
     return all(name in _LEFTOVERS or atomic_file.is_unfinished(name) for name in names)
 
 
 def remove_claim(folder: Path, before: Collection[str] | None) -> None:
-    """Remove the files of a run from a folder, unless it has taken a step.
+    """Remove the files of a run that has not trained a step.
 
     Args:
-        folder: The folder of the run, which may be gone.
-        before: The names of the files that it held before; None where the run created it too.
+        folder: The run directory, which may be gone.
+        before: The names of the files in it before the run; None if the run created the folder.
     """
-    with contextlib.suppress(OSError):  # what cannot be removed now, the next run finds and takes over
+    with contextlib.suppress(OSError):  # the next run takes over files that cannot be removed
         created = set(os.listdir(folder)).difference(before or ())
-        if created <= _OF_CLAIM and not any((folder / "checkpoints").glob("*")):
+        if created <= _CREATED_BY_CLAIM and not any((folder / "checkpoints").glob("*")):
             for name in created:
                 path = folder / name
                 path.rmdir() if path.is_dir() else path.unlink()
@@ -53,25 +53,21 @@ def remove_claim(folder: Path, before: Collection[str] | None) -> None:
 
 
 def require_kinds(folder: Path, names: Iterable[str]) -> None:
-    """Refuse a folder in which a link or a pipe has the name of a run's file, or a file that of its folder.
+    """Refuse a folder in which the name of a run's file or subfolder belongs to something else, such as a link.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there is such a name.
     """
     for name in names:
         path = folder / name
         if name in FILES and not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError(f"{path} must be a file, and is not. Remove it, or choose another --directory.")
-        if name in FOLDERS and not path.is_dir():  # which may be a link to another disk
+        if name in FOLDERS and not path.is_dir():  # may be a link to another disk
             raise ValueError(f"{path} must be a folder, and is not. Remove it, or choose another --directory.")
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     total = hashlib.sha256()
     with atomic_file.opened(path) as file:
         while chunk := file.read(1 << 20):
@@ -80,12 +76,11 @@ def digest(path: Path) -> str:
 
 
 def is_unchanged(path: Path, digests: Mapping[str, Any] | None) -> bool:
-    """Return whether a file is as it was when its digest was taken.
+    """Return whether a file still has its recorded digest.
 
     Args:
         path: The file.
-        digests: The digest of each file by name; None where an older version took none, which then holds for a file
-            that is whole.
+        digests: The digests by file name. None for runs of older versions, for which the file must be undamaged.
     """
     try:
         if digests is not None:
@@ -100,7 +95,7 @@ def is_unchanged(path: Path, digests: Mapping[str, Any] | None) -> bool:
 
 
 def are_results(results: Mapping[str, Any]) -> bool:
-    """Return whether a table holds the results of a run: numbers by name, or lists of them."""
+    """Return whether a table holds the results of a run: numbers or lists of numbers, by name."""
     counts = [results.get(name) for name in ("epochs", "steps")]
     return all(isinstance(count, int) for count in counts) and all(map(_is_figure, results.values()))
 

@@ -1,4 +1,4 @@
-"""Resuming with other settings: more epochs, and what else changes no weight."""
+"""Resuming a run with changed settings, such as more epochs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ EPOCHS = "training.epochs"
 
 
 def check(run: config.Run, directory: RunDirectory, position: Position | None, model: keras.Model) -> None:
-    """Refuse a number of epochs with which the resumed run would not be the uninterrupted one.
+    """Refuse a number of epochs with which the resumed run would differ from an uninterrupted one.
 
     Args:
-        run: The run as it is asked for now.
-        directory: Its folder, claimed.
-        position: The position of its newest checkpoint; None if there is none.
-        model: Its model as the trainer built it, before the checkpoint is loaded.
+        run: The run as configured now.
+        directory: The claimed run directory.
+        position: The position of the latest checkpoint, if any.
+        model: The model before the checkpoint is loaded.
 
     Raises:
-        ValueError: If more is trained already, or the optimizer depends on the number of epochs.
+        ValueError: If more epochs are trained already, or the optimizer depends on the number of epochs.
     """
     built = optimizer_settings(model)
     if directory.resumed is None or position is None:
@@ -59,12 +59,12 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
 
 
 def describe(run: config.Run, directory: RunDirectory, position: Position) -> str:
-    """Return a sentence with the position from which a run resumes and its changed settings.
+    """Describe in a sentence from where a run resumes, and its changed settings.
 
     Args:
-        run: The run as it is asked for now.
-        directory: Its folder, claimed.
-        position: The position of its newest checkpoint.
+        run: The run as configured now.
+        directory: The claimed run directory.
+        position: The position of the latest checkpoint.
     """
     where = f"Resuming after {place(position)}"
     changed = [] if directory.resumed is None else config.changes(directory.resumed, run)
@@ -80,29 +80,27 @@ def _shown(value: Any) -> str:
 
 
 def optimizer_settings(model: keras.Model) -> str:
-    """Return the configurations of a model's optimizers, with their learning-rate schedules, as JSON.
-
-    Args:
-        model: A model as it was compiled.
+    """Return the configurations of a model's optimizers, including their learning-rate schedules, as JSON.
 
     Raises:
         ValueError: If an optimizer has no configuration, so that the trained model could not be saved.
     """
-    found = [objective.optimizer_of(model, one) for one in objective.objectives_of(model)] or [model.optimizer]
+    by_objective = [objective.optimizer_of(model, target) for target in objective.objectives_of(model)]
+    optimizers = dict.fromkeys(by_objective or [model.optimizer])
     try:
-        settings = [optimizer.get_config() for optimizer in dict.fromkeys(found)]
+        settings = [optimizer.get_config() for optimizer in optimizers]
     except NotImplementedError as error:
-        names = ", ".join(type(one).__name__ for one in dict.fromkeys(found))
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
             f"The optimizer and its learning-rate schedule must have a configuration to be saved with the model, "
             f"received {names} without one{f' ({error})' if str(error) else ''}; implement get_config() to return the "
             "constructor's arguments as a dictionary."
         ) from error
-    return json.dumps([_without_names(one) for one in settings], indent=2, sort_keys=True, default=str) + "\n"
+    return json.dumps([_without_names(table) for table in settings], indent=2, sort_keys=True, default=str) + "\n"
 
 
 def _without_names(settings: Any) -> Any:
-    """Leave out the names that Keras counts up with every object of a process."""
+    """Remove the automatic names of Keras objects, which differ between processes."""
     if isinstance(settings, dict):
         return {key: _without_names(value) for key, value in settings.items() if key != "name"}
     return settings

@@ -1,4 +1,4 @@
-"""The data of a trainer class, as the train command uses them: checked, and arrays as global batches."""
+"""The data of a trainer: checks, and batches of arrays."""
 
 from __future__ import annotations
 
@@ -20,67 +20,48 @@ _KINDS = (
 
 
 def training_batches(run: config.Run, trainer: RunTrainer) -> Any:
-    """Return the training data in one argument, as `Trainer.fit` takes them.
+    """Return the training data as a single argument for `Trainer.fit`.
 
-    Args:
-        run: The run, whose global batch and seed count for arrays: they are shuffled in each epoch.
-        trainer: The trainer of the run.
-
-    Returns:
-        `train_data` itself, or a dataset of its arrays.
+    Arrays become a dataset of global batches, which is shuffled in each epoch with the seed of the run.
     """
     return _batches(run, trainer.train_data, shuffle=True)
 
 
 def validation_batches(run: config.Run, trainer: RunTrainer) -> Any:
-    """Return the validation data in one argument, as `Trainer.evaluate` takes them; None without any.
-
-    Args:
-        run: The run, whose global batch counts for arrays.
-        trainer: The trainer of the run.
-    """
+    """Return the validation data as a single argument for `Trainer.evaluate`, if there is any."""
     return None if trainer.validation_data is None else _batches(run, trainer.validation_data, shuffle=False)
 
 
-def _batches(run: config.Run, given: Any, shuffle: bool) -> Any:
-    if data.is_dataset(given):
-        return given
-    batch_size = run.training.global_batch_size
-    return data.as_dataset(*_parts(given), batch_size=batch_size, shuffle=shuffle, seed=run.seed)
+def _batches(run: config.Run, source: Any, shuffle: bool) -> Any:
+    if data.is_dataset(source):
+        return source
+    unpacked = keras.utils.unpack_x_y_sample_weight(source)
+    return data.as_dataset(*unpacked, batch_size=run.training.global_batch_size, shuffle=shuffle, seed=run.seed)
 
 
-def _parts(given: Any) -> tuple[Any, ...]:
-    """Return inputs, targets and weights of arrays, as Keras divides a tuple of validation data."""
-    parts: tuple[Any, ...] = keras.utils.unpack_x_y_sample_weight(given)
-    return parts
-
-
-def num_steps(run: config.Run, given: Any) -> int | None:
-    """Return the number of steps of a pass over training or validation data; None if it is not known before.
-
-    Args:
-        run: The run, whose global batch counts for arrays.
-        given: The data of its trainer.
+def num_steps(run: config.Run, source: Any) -> int | None:
+    """Return the number of steps in a pass over training or validation data; None if unknown.
 
     Raises:
-        ValueError: If they have no end.
-        TypeError: If they are no data.
+        ValueError: If a `PyDataset` has no length.
+        TypeError: If `source` is neither a dataset nor arrays.
     """
-    if isinstance(given, types.GeneratorType):
+    if isinstance(source, types.GeneratorType):
         return None
-    if isinstance(given, keras.utils.PyDataset):
-        return _num_batches(given)
-    if hasattr(given, "cardinality"):
-        number = int(given.cardinality())
+    if isinstance(source, keras.utils.PyDataset):
+        return _num_batches(source)
+    if hasattr(source, "cardinality"):
+        number = int(source.cardinality())
         return None if number == tf.data.UNKNOWN_CARDINALITY else number
-    if data.is_dataset(given):
-        return _length(given)
-    return -(-arrays.num_rows(_parts(given)) // run.training.global_batch_size)
+    if data.is_dataset(source):
+        return _length(source)
+    num_rows = arrays.num_rows(keras.utils.unpack_x_y_sample_weight(source))
+    return -(-num_rows // run.training.global_batch_size)
 
 
-def _num_batches(given: keras.utils.PyDataset) -> int | None:
+def _num_batches(source: keras.utils.PyDataset) -> int | None:
     try:
-        number = given.num_batches
+        number = source.num_batches
     except NotImplementedError:  # without `__len__`
         number = None
     if number is None:
@@ -88,22 +69,18 @@ def _num_batches(given: keras.utils.PyDataset) -> int | None:
     return int(number)
 
 
-def _length(given: Any) -> int | None:
+def _length(source: Any) -> int | None:
     try:
-        return len(given)
+        return len(source)
     except TypeError:  # such as a DataLoader of an IterableDataset
         return None
 
 
 def check(run: config.Run, trainer: RunTrainer) -> None:
-    """Refuse data with which a run cannot begin, or would not end.
-
-    Args:
-        run: The run.
-        trainer: Its trainer, with the attributes of its data.
+    """Check that the data of a trainer have a supported type and an end.
 
     Raises:
-        ValueError: If they are no data, or have no end.
+        ValueError: If they do not.
     """
     _check_kind(run, "train_data", trainer.train_data)
     if trainer.validation_data is not None:
@@ -128,13 +105,13 @@ def _is_count(number: Any) -> bool:
         return False
 
 
-def _check_kind(run: config.Run, name: str, given: Any) -> None:
-    if given is None:
+def _check_kind(run: config.Run, name: str, source: Any) -> None:
+    if source is None:
         raise ValueError(f"{name} of {run.trainer} must be {_KINDS}, received None.")
     try:
-        steps = num_steps(run, given)
+        steps = num_steps(run, source)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} of {run.trainer} must be {_KINDS}, received {quoted(given)}: {error}") from error
+        raise ValueError(f"{name} of {run.trainer} must be {_KINDS}, received {quoted(source)}: {error}") from error
     if steps == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             f"{name} of {run.trainer} must end, as an epoch is one pass over it, and it is repeated without end: leave "

@@ -1,4 +1,4 @@
-"""The trainer of a run, as the train command uses it."""
+"""The interface that the train command expects of trainer classes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ BY_BATCH = f"by batch: {ALL_READ}"
 
 
 class RunTrainer(Protocol):
-    """A `tfpar.Trainer` with its data: the protocol of trainer classes for the train command.
+    """Protocol of trainer classes for the train command: a `tfpar.Trainer` with its data.
 
-    A subclass of `tfpar.Trainer` has all methods. Its constructor takes `(run, strategy)` and sets the three attributes
-    of the data. Three more are optional, so they are no part of the protocol:
+    Subclass `tfpar.Trainer`, which has all the methods, with a constructor that takes `(run, strategy)` and sets the
+    three data attributes. Three more attributes are optional:
 
-        sharding       how the workers share the training examples, a sentence for the printed plan
-        class_names    the names of the classes, for the printed plan
-        report         a method: takes the results and returns a text, which the chief prints at the end, or None; every
-                       worker calls it, so it may predict
+        sharding       how workers share the training examples, as a sentence
+        class_names    the names of the classes
+        report         a method that takes the results and returns a text for the chief to print at the end, or None.
+                       All workers call it, so it may call `predict`.
 
     Attributes:
-        train_data: Training batches `(inputs, targets)` or `(inputs, targets, sample_weights)`, `[global batch, ...]`
-            each, in any form that `fit` takes; or a tuple of such arrays `[examples, ...]`.
-        validation_data: The same for validation, but no generator; None to train without.
-        num_train_examples: The number of training examples; None if it is unknown before the first epoch ends.
+        train_data: Training batches `(inputs, targets)` or `(inputs, targets, sample_weights)` of shape
+            `[global_batch_size, ...]`, in any form that `fit` accepts, or a tuple of arrays `[num_examples, ...]`.
+        validation_data: Validation data in the same forms, except a generator; None to train without validation.
+        num_train_examples: Number of training examples; None if unknown before the first epoch.
 
     Example:
         >>> from tfpar import config
@@ -49,7 +49,7 @@ class RunTrainer(Protocol):
     interrupted: bool
 
     def build(self, x: Any) -> Any:
-        """Check and compile everything for a dataset, and return its first batch."""
+        """Compile the steps for a dataset, and return its first batch."""
 
     def fit(
         self,
@@ -64,43 +64,30 @@ class RunTrainer(Protocol):
         checkpoints: Checkpoints | None,
         nonfinite_loss: Any,
     ) -> Any:
-        """Train, from the newest checkpoint if there is one."""
+        """Train, from the latest checkpoint if there is one."""
 
     def evaluate(self, x: Any, *, verbose: Any, steps: int | None = None, return_dict: bool = False) -> Any:
-        """Compute loss and metrics."""
+        """Compute the loss and metrics."""
 
     def interrupt(self) -> None:
         """Stop `fit` after the current step, with a checkpoint."""
 
     def save(self, path: str | Path) -> None:
-        """Save the model as plain Keras."""
+        """Save the model as a plain Keras file."""
 
 
-def sharding_of(trainer: RunTrainer) -> str:
-    """Return how the workers share the training examples, in a sentence.
-
-    Args:
-        trainer: The trainer of a run; by batch if it has no attribute `sharding`.
-    """
+def sharding(trainer: RunTrainer) -> str:
+    """Return how the workers share the training examples, by batch unless the trainer says otherwise."""
     return str(getattr(trainer, "sharding", BY_BATCH))
 
 
-def class_names_of(trainer: RunTrainer) -> tuple[str, ...]:
-    """Return the names of the classes; none for a trainer without the attribute `class_names`.
-
-    Args:
-        trainer: The trainer of a run.
-    """
+def class_names(trainer: RunTrainer) -> tuple[str, ...]:
+    """Return the names of the classes, if the trainer has any."""
     return tuple(getattr(trainer, "class_names", None) or ())
 
 
-def report_of(trainer: RunTrainer, results: dict[str, float]) -> str | None:
-    """Return a trainer's report on its results; None for a trainer without one.
-
-    Args:
-        trainer: The trainer of a run.
-        results: The figures of `results.json`.
-    """
+def final_report(trainer: RunTrainer, results: dict[str, float]) -> str | None:
+    """Return the trainer's own report on the figures of `results.json`, if it has one."""
     report = getattr(trainer, "report", None)
     text = None if report is None else report(results)
     return None if text is None else str(text)

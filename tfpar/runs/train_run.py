@@ -1,4 +1,4 @@
-"""One run from its configuration to its files: the part of the train command that needs TensorFlow."""
+"""A run from its configuration to its files: the part of the train command that needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ from tfpar.runs.reporting.epoch_table import EpochTable
 from tfpar.runs.reporting.model_flops import ModelFlops
 from tfpar.runs.reporting.run_reporter import RunReporter
 from tfpar.runs.reporting.step_profile import StepProfile
-from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
+from tfpar.runs.run_trainer import RunTrainer, final_report, sharding
 from tfpar.runs.user_trainer import check_trainer, make_trainer, trainer_reads, trainer_source
 
 
 def train(run: config.Run, directory: RunDirectory, *, trace: bool = False, profile_steps: int = 0) -> bool:
-    """Train a run in its directory, from its newest checkpoint if there is one, and say what came of it.
+    """Train a run in its directory, from the latest checkpoint if there is one, and print the results.
 
-    In a job of several workers every worker calls this; only the chief reads and writes the folder, and speaks.
+    In a job, every worker calls this; only the chief accesses the directory and prints.
 
     Args:
         run: The resolved run.
-        directory: Its folder, claimed by the chief.
+        directory: The run directory, claimed by the chief.
         trace: Whether to measure when each action of a pipeline runs.
         profile_steps: Number of steps to record with TensorFlow's profiler.
 
     Returns:
-        Whether the run is trained to its end; False if it was interrupted, with a checkpoint to resume from.
+        True if training is complete; False if it was interrupted, with a checkpoint to resume from.
 
     Raises:
-        ValueError: If run, data and model do not fit together.
-        FloatingPointError: If the loss is no longer finite.
-        OSError: If data cannot be had or files not be written.
-        MemoryError: If the memory of a device is too small.
+        ValueError: If the configuration, the data and the model do not fit together.
+        FloatingPointError: If the loss is not finite.
+        OSError: If data cannot be read, or files cannot be written.
+        MemoryError: If a device runs out of memory.
     """
     reporter = RunReporter(run, directory)
     profile = StepProfile(directory.tensorboard, profile_steps) if profile_steps else None
     with reporter.recording_failures():
-        return _explained(run, directory, trace, reporter, profile)
+        return _with_explained_errors(run, directory, trace, reporter, profile)
 
 
-def _explained(
+def _with_explained_errors(
     run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter, profile: StepProfile | None
 ) -> bool:
-    """Train a run, with the errors of TensorFlow as those that `train` raises."""
+    """Train a run, and convert TensorFlow's errors into those that `train` raises."""
     try:
         return _train(run, directory, trace, reporter, profile)
     except tf.errors.OpError as error:
@@ -81,7 +81,7 @@ def _explained(
         raise
     finally:
         if sys.stdout.isatty() and sys.exc_info()[0] is not None:
-            print()  # leave the line of the progress bar
+            print()  # end the line of the progress bar
 
 
 def _train(
@@ -95,7 +95,7 @@ def _train(
             "--profile 5, or leave it out."
         )
     strategy.job.user_message = functools.partial(data.user_message, settings=run.data)
-    check_trainer(run)  # not before: a module of a user's own may start TensorFlow
+    check_trainer(run)  # only now, because a user's module may start TensorFlow
     strategy.job.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
     if _is_finished(run, directory, strategy):
         return True
@@ -121,7 +121,7 @@ def _train(
 
 
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
-    """Return on every worker whether the chief's folder holds the finished run."""
+    """Return, on every worker, whether the run directory holds the finished run."""
     results = directory.finished(run) if strategy.is_chief else None
     (is_finished,) = strategy.job.sum([results is not None])
     if results is not None:
@@ -151,7 +151,7 @@ def _check_model(run: config.Run, trainer: RunTrainer) -> None:
 def _record(
     run: config.Run, directory: RunDirectory, trainer: RunTrainer, position: Position | None, note: str
 ) -> None:
-    """Record the run in its folder and print its header, once the run may start or resume there."""
+    """Record the configuration and print the header, if the run may start or resume."""
     resume.check(run, directory, position, trainer.model)
     directory.reopen()
     directory.record(settings_read.dump_read(run, trainer_reads(run), run.trainer))
@@ -161,7 +161,7 @@ def _record(
 def _show_schedule(
     run: config.Run, directory: RunDirectory, trainer: RunTrainer, trace: bool
 ) -> dict[str, str | PipelineRecord]:
-    """Print the stages, draw the trace, and return both for the report."""
+    """Print the stages, draw the trace if requested, and return both for the report."""
     batch = trainer.build(run_data.training_batches(run, trainer))
     preview = pipeline_report.measured_stages(trainer, batch)
     record = pipeline_report.predicted(preview)
@@ -174,7 +174,7 @@ def _show_schedule(
 def _print_repetition(
     run: config.Run, directory: RunDirectory, position: Position | None, broken: Sequence[str]
 ) -> None:
-    """Print from where a run resumes, and which of its files are written again."""
+    """Print from where the run resumes, and which files it writes again."""
     if position is not None:
         print(line("", resume.describe(run, directory, position), 0), end="\n\n", flush=True)
     if broken:
@@ -189,22 +189,23 @@ def _fit_and_save(
     reporter: RunReporter,
     profile: StepProfile | None,
 ) -> bool:
-    """Train to the end or to an interruption, and write the results; return whether it came to its end."""
+    """Train and write the results; return False if training was interrupted."""
     throughput, metrics_file = callbacks.Throughput(), callbacks.MetricsFile(directory.metrics)
     watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
     tensorboard = directory.tensorboard / "flops" if run.callbacks.tensorboard else None
     flops = ModelFlops(trainer.strategy, throughput, run.training.global_batch_size, tensorboard)
-    asked_for = [*callbacks_from_settings(run, directory, throughput), *([] if profile is None else [profile])]
+    configured = [*callbacks_from_settings(run, directory, throughput), *([] if profile is None else [profile])]
     try:
         _fit(
             run,
             trainer,
             checkpoints,
-            [watch, throughput, flops, reporter.clock(throughput), metrics_file, *asked_for, table],
+            [watch, throughput, flops, reporter.clock(throughput), metrics_file, *configured, table],
         )
     except OSError:
-        # Its loss is the reason. A chief without all of the state cannot save, because the other workers have stopped.
+        # The missing folder is the likely cause. A chief without all of the state cannot save any more, because the
+        # other workers have stopped.
         if trainer.strategy.is_chief and not trainer.strategy.engine.divides_state:
             _require_folder(directory, trainer)
         raise
@@ -213,21 +214,21 @@ def _fit_and_save(
         _print_interruption(directory, trainer, watch.kept_in)
         reporter.end(events.INTERRUPTED)
         return False
-    results = _results(run, trainer, throughput, metrics_file, restored_epoch(asked_for))
+    results = _results(run, trainer, throughput, metrics_file, restored_epoch(configured))
     results |= flops.figures(results)
-    if trainer.strategy.is_chief and (stop := early_stop(asked_for)):
+    if trainer.strategy.is_chief and (stop := early_stop(configured)):
         print(f"\n{line('', stop, 0)}")
         reporter.note_early_stop(stop)
     with trainer.strategy.engine.whole_state(trainer.model):
         if trainer.strategy.is_chief:
             _save(directory, trainer, results, reporter, profile)
-    trainer.strategy.job.barrier()  # a worker that leaves before the chief has written its files counts as lost
+    trainer.strategy.job.barrier()  # a worker that exits before the chief has written its files counts as lost
     _print_report(run, directory, trainer, results)
     return True
 
 
 def _fit(
-    run: config.Run, trainer: RunTrainer, checkpoints: Checkpoints, listed: Sequence[keras.callbacks.Callback]
+    run: config.Run, trainer: RunTrainer, checkpoints: Checkpoints, all_callbacks: Sequence[keras.callbacks.Callback]
 ) -> None:
     settings = run.training
     with interruptible(trainer):
@@ -235,7 +236,7 @@ def _fit(
             run_data.training_batches(run, trainer),
             epochs=settings.epochs,
             verbose=0,
-            callbacks=listed,
+            callbacks=all_callbacks,
             validation_data=run_data.validation_batches(run, trainer),
             validation_freq=settings.validation_freq,
             steps_per_call=None if settings.steps_per_call == "auto" else settings.steps_per_call,
@@ -258,7 +259,7 @@ def _save(
     reporter: RunReporter,
     profile: StepProfile | None,
 ) -> None:
-    """Write the model and the results, and print them."""
+    """Write the model and the results, and print a summary."""
     _require_folder(directory, trainer)
     trainer.save(directory.model)
     directory.finish(results)
@@ -269,13 +270,13 @@ def _save(
 
 
 def _print_report(run: config.Run, directory: RunDirectory, trainer: RunTrainer, results: dict[str, float]) -> None:
-    """Call the trainer's own report on all workers, as it may predict, and print the chief's."""
+    """Call the trainer's own report on all workers, since it may call `predict`, and print it on the chief."""
     strategy = trainer.strategy
     shared = json.loads(strategy.job.broadcast(json.dumps(results).encode() if strategy.is_chief else None))
     errors, report = DeferredErrors(strategy.job), None
     try:
         with errors.deferring(f"The method report of {run.trainer}"):
-            report = report_of(trainer, shared)
+            report = final_report(trainer, shared)
         errors.vote()
     except Exception as error:
         error.add_note(f"The run is trained and saved in {directory.path}; its trainer's method `report` failed.")
@@ -285,10 +286,10 @@ def _print_report(run: config.Run, directory: RunDirectory, trainer: RunTrainer,
 
 
 def _require_folder(directory: RunDirectory, trainer: RunTrainer) -> None:
-    """Refuse to end a run in a folder that is gone; save the model where it can be.
+    """Check that the folder still exists; if not, save the model elsewhere.
 
     Raises:
-        FileNotFoundError: If it is gone; it says where the model is.
+        FileNotFoundError: If the folder is gone, with the place of the model.
     """
     if not directory.is_there():
         kept_in = directory.rescue()
@@ -304,20 +305,20 @@ def _gone(directory: RunDirectory, what: str, kept_in: Path) -> FileNotFoundErro
 
 
 def audit(run: config.Run, num_workers: int) -> bool:
-    """Print how many training examples each worker of a job would read in an epoch, and what goes wrong.
+    """Print how many training examples each worker of a job would read in an epoch, and any mistakes.
 
     Args:
-        run: The resolved run.
+        run: The run.
         num_workers: Number of workers.
 
     Returns:
-        Whether all workers together read the examples of one worker alone.
+        Whether the workers together read exactly the examples that a single worker reads.
     """
     trainer = make_trainer(run, strategies.SingleDevice())
     batches = data.as_dataset(run_data.training_batches(run, trainer))
-    found = data.audit(batches if isinstance(batches, data.Sharded) else data.global_batches(batches), num_workers)
-    print(line("sharding", sharding_of(trainer)), found, sep="\n\n")
-    return found.ok
+    result = data.audit(batches if isinstance(batches, data.Sharded) else data.global_batches(batches), num_workers)
+    print(line("sharding", sharding(trainer)), result, sep="\n\n")
+    return result.ok
 
 
 def _num_updates(trainer: RunTrainer) -> int:
@@ -331,7 +332,7 @@ def _results(
     metrics_file: callbacks.MetricsFile,
     restored: int | None,
 ) -> dict[str, float]:
-    """Return the metrics of the model as it is saved: those of an earlier epoch if its weights are restored."""
+    """Return the metrics of the saved model: those of the epoch whose weights were restored, if any."""
     logs = {}
     if trainer.validation_data is not None:  # on all workers
         logs = trainer.evaluate(run_data.validation_batches(run, trainer), verbose=0, return_dict=True)

@@ -1,19 +1,19 @@
-"""The trainer class that a run names: imported, checked against the run, and made.
+"""Import, check and construct the trainer class of a run.
 
-A trainer class may say two things of itself, both checked before data are read and before workers meet:
+A trainer class may declare two things, which are checked before data are read and workers connect:
 
     class Perceptron(tfpar.Trainer):
-        reads = ("seed", "data", "training.global_batch_size")  # of the run; the train command reads its own keys
+        reads = ("seed", "data", "training.global_batch_size")  # settings it reads, besides those of the train command
 
-        class Options(pydantic.BaseModel):                      # what [options] may hold
+        class Options(pydantic.BaseModel):                      # the schema of [options]
             hidden: int = 32
 
         def __init__(self, run, strategy):
             options = run.options_as(self.Options)
             ...
 
-A key that the class does not read is refused where a run sets it. Options without a model are free: then `reads` names
-"options", and `run.options` is a dictionary.
+A run that sets a key which the class does not read is refused. Without `Options`, the class may add "options" to
+`reads` and use the dictionary `run.options`.
 """
 
 from __future__ import annotations
@@ -43,18 +43,15 @@ _EXAMPLE = "tfpar.trainers.image_classification.ImageClassification is one."
 
 
 def make_trainer(run: config.Run, strategy: Strategy) -> RunTrainer:
-    """Make the trainer of a run.
+    """Construct the trainer of a run.
 
     Args:
         run: The run.
-        strategy: Where and how a step runs.
-
-    Returns:
-        An object of the run's trainer class.
+        strategy: The strategy to train with.
 
     Raises:
-        ValueError: As `check_trainer`, as the class itself, where the trainer lacks one of these or has data that
-            cannot be trained on, or where its model is not compiled.
+        ValueError: If the class is refused by `check_trainer`, its instance lacks an attribute, its data are invalid,
+            or its model is not compiled.
     """
     trainer: RunTrainer = check_trainer(run)(run, strategy)
     if not hasattr(trainer, "model"):
@@ -74,7 +71,7 @@ def make_trainer(run: config.Run, strategy: Strategy) -> RunTrainer:
 
 
 def check_trainer(run: config.Run) -> Any:
-    """Import the trainer class of a run, and refuse settings of the run that the class does not read.
+    """Import the trainer class of a run, and check that it reads all settings of the run.
 
     Args:
         run: The run.
@@ -83,88 +80,88 @@ def check_trainer(run: config.Run) -> Any:
         The class.
 
     Raises:
-        ValueError: If there is no such class, its `reads` or `Options` is wrong, or the run has an unread setting.
+        ValueError: If there is no such class, its `reads` or `Options` is invalid, or the run has an unread setting.
     """
-    found = trainer_class(run.trainer)
+    imported = trainer_class(run.trainer)
     problems = settings_read.unread_problems(run, trainer_reads(run), run.trainer)
     if problems:
         raise ValueError("\n".join(problems))
-    if (options := _options(found)) is not None:
+    if (options := _options(imported)) is not None:
         run.options_as(options)
-    return found
+    return imported
 
 
 def trainer_reads(run: config.Run) -> Collection[str]:
-    """Return the sections and keys that the trainer class of a run reads, with "options" where it has a model of them.
+    """Return the sections and keys that the trainer class of a run reads, with "options" if it declares `Options`.
 
     Args:
         run: The run.
 
     Raises:
-        ValueError: If the class says it in another way than as a tuple of names.
+        ValueError: If `reads` is not a tuple of names.
     """
-    found = trainer_class(run.trainer)
-    named = getattr(found, "reads", ())
-    if isinstance(named, str) or not isinstance(named, Collection) or not all(isinstance(key, str) for key in named):
+    imported = trainer_class(run.trainer)
+    keys = getattr(imported, "reads", ())
+    if isinstance(keys, str) or not isinstance(keys, Collection) or not all(isinstance(key, str) for key in keys):
         raise ValueError(
-            f"The `reads` of {run.trainer} must be a tuple of names of sections or keys, received {quoted(named)}: "
+            f"The `reads` of {run.trainer} must be a tuple of names of sections or keys, received {quoted(keys)}: "
             'write reads = ("data", "training.precision").'
         )
-    return (*named, "options") if _options(found) is not None else tuple(named)
+    return (*keys, "options") if _options(imported) is not None else tuple(keys)
 
 
 def trainer_options(run: config.Run) -> dict[str, Any]:
-    """Return the options of a run, with the defaults of the trainer class's model where it has one.
+    """Return the options of a run, with the defaults that the trainer class declares.
 
     Args:
         run: The run.
 
     Raises:
-        ValueError: As `check_trainer`.
+        ValueError: If the class or an option is invalid.
     """
-    model = _options(trainer_class(run.trainer))
-    return dict(run.options) if model is None else run.options_as(model).model_dump()
+    schema = _options(trainer_class(run.trainer))
+    return dict(run.options) if schema is None else run.options_as(schema).model_dump()
 
 
-def _options(found: Any) -> type[pydantic.BaseModel] | None:
-    options = getattr(found, "Options", None)
+def _options(imported: Any) -> type[pydantic.BaseModel] | None:
+    options = getattr(imported, "Options", None)
     if options is not None and not (isinstance(options, type) and issubclass(options, pydantic.BaseModel)):
         raise ValueError(
-            f"The `Options` of {found.__module__}.{found.__name__} must be a subclass of pydantic.BaseModel, received "
-            f'{options!r:.60}: derive it from that, or leave it out and name "options" in `reads`.'
+            f"The `Options` of {imported.__module__}.{imported.__name__} must be a subclass of pydantic.BaseModel, "
+            f'received {options!r:.60}: derive it from that, or leave it out and name "options" in `reads`.'
         )
     return options
 
 
 def trainer_class(path: str) -> Any:
-    """Import the class of trainers that a run names.
+    """Import a trainer class.
 
     Args:
-        path: Its import path, such as `tfpar.trainers.regression.Regression`.
+        path: The import path, such as `tfpar.trainers.regression.Regression`.
 
     Raises:
-        ValueError: If there is none under that path.
+        ValueError: If there is no trainer class at that path.
     """
     module_name, _, name = path.rpartition(".")
-    # The command may run from any folder; a user's trainer class is in the current one.
+    # An installed command does not have the current folder on its path, but users' modules are there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(_no_class(path, str(error), _way_to_module(module_name, error.name or ""))) from error
-    found = getattr(module, name, None)
-    if found is None:
+    imported = getattr(module, name, None)
+    if imported is None:
         classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Trainer)]
         way_out = did_you_mean(name, classes).strip() or _EXAMPLE
         raise ValueError(_no_class(path, f"module {quoted(module_name)} has no {quoted(name)}", way_out))
-    if not (isinstance(found, type) and issubclass(found, Trainer) and found is not Trainer):
+    if not (isinstance(imported, type) and issubclass(imported, Trainer) and imported is not Trainer):
         raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {quoted(path)} is not. {_EXAMPLE}")
-    return found
+    return imported
 
 
 def _way_to_module(module: str, missing: str) -> str:
-    """Return the way out where a module, or one that it imports, is missing."""
+    """Return what to do about a missing module, or a missing import of it."""
     if f"{module}.".startswith(f"{missing}."):
         return (
             f"Modules are sought in the current folder, {received.path(os.getcwd(), COLUMNS)}, and on PYTHONPATH, not "
@@ -178,9 +175,9 @@ def _no_class(path: str, reason: str, way_out: str) -> str:
 
 
 def trainer_source(path: str) -> str:
-    """Return the source of the module that holds a trainer class; empty where there is none to read.
+    """Return the source of a trainer class's module, or an empty text if it cannot be read.
 
-    The workers of a job compare it: one that trains other code would not fail, it would train something else.
+    The workers of a job compare it, because workers with different code would silently train something else.
 
     Args:
         path: The import path of the class.

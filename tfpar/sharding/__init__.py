@@ -1,1 +1,1 @@
-"""Sharding rules: which layers of a model are divided over devices, how each is computed, where its weights are."""
+"""Tensor parallelism: which layers are sharded over devices, how they are computed, and where their weights are."""

@@ -1,10 +1,10 @@
-"""The sharding rule to divide attention: by heads.
+"""The sharding rule of attention: by heads.
 
     x ─┬─► query, key, value of heads 0 1 ─► attention ─► output kernel of heads 0 1 ─┐
        └─► query, key, value of heads 2 3 ─► attention ─► output kernel of heads 2 3 ─┴─ sum
 
-A shard runs the layer itself with its pieces in place of the weights. The bias of the output is added by the first
-shard alone, and a dropout of the scores is drawn once for all heads.
+Each device runs the layer itself on its shards of the weights. Only the first one adds the bias of the output. A
+dropout mask of the scores is drawn once for all heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfpar._compat.models import keras_model
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.elementwise import dropped
 from tfpar.sharding.model_sharding import Cut, ShardingRule
 from tfpar.sharding.placed_values import Placed
@@ -31,7 +31,7 @@ _HEADS_OF_SCORES = 1  # [batch, heads, query, key]
 
 
 def attention_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rules to divide a call of a MultiHeadAttention or GroupQueryAttention layer.
+    """Return the sharding rules of a MultiHeadAttention or GroupQueryAttention call.
 
     Args:
         call: A layer call.
@@ -60,7 +60,7 @@ def attention_rules(call: Call) -> tuple[ShardingRule, ...]:
 
 
 def _mask_of_heads(call: Call) -> Any:
-    """Return the attention mask of a call if it may have an axis of heads, `[batch, heads, query, key]`; else None."""
+    """Return the attention mask of a call if it may have an axis of heads, `[batch, heads, query, key]`, or None."""
     mask = inspect.signature(call.operation.call).bind(*call.args, **call.kwargs).arguments.get("attention_mask")
     ranks = [len(value.shape) for value in _query_and_value(call)]
     may_have_heads = mask is not None and len(mask.shape) > max(ranks, default=0) and mask.shape[_HEADS_OF_SCORES] != 1
@@ -68,7 +68,7 @@ def _mask_of_heads(call: Call) -> Any:
 
 
 def _has_mask_of_other_heads(call: Call) -> bool:
-    """Return whether a call has a mask of heads that is no value of the graph, or has its heads at another axis."""
+    """Return whether the mask of a call has heads but is a constant, or has them at another axis."""
     mask = _mask_of_heads(call)
     is_known = isinstance(mask, Value) and len(mask.shape) == 4 and mask.shape[_HEADS_OF_SCORES] is not None
     return mask is not None and not is_known
@@ -76,28 +76,29 @@ def _has_mask_of_other_heads(call: Call) -> bool:
 
 def _query_and_value(call: Call) -> list[Value]:
     arguments = [*call.args, call.kwargs.get("query"), call.kwargs.get("value")]
-    return [one for one in arguments if isinstance(one, Value)][:2]
+    return [argument for argument in arguments if isinstance(argument, Value)][:2]
 
 
 def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     layer = call.operation
     factors = _score_factors(placed, call) if layer.dropout and call.training_in(training) else None
     mask_of_heads = _mask_of_heads(call)
-    masks = None if mask_of_heads is None else _pieces_of_heads(placed, call, placed.whole(mask_of_heads))
+    masks = None if mask_of_heads is None else _shards_of_heads(placed, call, placed.whole(mask_of_heads))
     partial = []
     for shard, device in enumerate(placed.devices):
         tensors = {value: _masked_copy(placed, value, shard) for value in dict.fromkeys(call.inputs)}
         if masks is not None:
             tensors[mask_of_heads] = masks[shard]
         with tf.device(device):
-            zeros = {id(one): tf.zeros(one.shape, one.dtype) for one in layer.weights if shard and _is_output_bias(one)}
-            with sharded_memory.as_pieces(layer.weights, shard, zeros), _dropping(layer, factors, shard):
+            biases = filter(_is_output_bias, layer.weights if shard else ())
+            zeros = {id(bias): tf.zeros(bias.shape, bias.dtype) for bias in biases}
+            with sharded_memory.as_shards(layer.weights, shard, zeros), _dropping(layer, factors, shard):
                 partial.append(run_call(call, tensors, training))
     mask = keras_model.mask_of(partial[0])
     if isinstance(layer, keras.layers.MultiHeadAttention) and keras_model.is_of_keras(type(layer).call):
-        for value in dict.fromkeys(call.inputs):  # as the layer does with the inputs that it receives
+        for value in dict.fromkeys(call.inputs):  # as the layer does with its inputs
             placed.remove_mask(value)
-    output = pieces_of.added(partial, placed.devices)
+    output = sharded_values.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         return keras_model.with_mask(output, mask)
 
@@ -113,7 +114,7 @@ def _masked_copy(placed: Placed, value: Value, shard: int) -> tf.Tensor:
 
 
 def _score_factors(placed: Placed, call: Call) -> tuple[tf.Tensor, ...]:
-    """Return the factors of the dropout of the scores for the heads of each shard, drawn as on one device."""
+    """Return the dropout factors of the scores for the heads of each shard, drawn as on one device."""
     layer = call.operation
     query, value = map(placed.whole, _query_and_value(call))
     is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
@@ -121,21 +122,21 @@ def _score_factors(placed: Placed, call: Call) -> tuple[tf.Tensor, ...]:
     with tf.device(placed.devices[0]):
         shape = tf.stack([tf.shape(query)[0], num_heads, tf.shape(query)[1], tf.shape(value)[1]])
         factors = _dropout_of(layer)(tf.ones(shape, layer.compute_dtype), training=True)
-    return _pieces_of_heads(placed, call, tf.stop_gradient(factors))
+    return _shards_of_heads(placed, call, tf.stop_gradient(factors))
 
 
-def _pieces_of_heads(placed: Placed, call: Call, scores: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """Return a tensor `[batch, heads, query, key]` in pieces, as the heads of a layer."""
-    sizes = next(one.value.sizes for one in call.operation.weights if one.path.endswith(f"{_OUTPUT}/kernel"))
-    return pieces_of.divided(scores, sizes, _HEADS_OF_SCORES, placed.devices)
+def _shards_of_heads(placed: Placed, call: Call, scores: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """Split a tensor `[batch, heads, query, key]` by heads, like the weights of the layer."""
+    sizes = next(weight.value.sizes for weight in call.operation.weights if weight.path.endswith(f"{_OUTPUT}/kernel"))
+    return sharded_values.split(scores, sizes, _HEADS_OF_SCORES, placed.devices)
 
 
 def _dropout_of(layer: Any) -> keras.layers.Dropout:
-    return next(one for one in keras_model.all_layers(layer) if type(one) is keras.layers.Dropout)
+    return next(sublayer for sublayer in keras_model.all_layers(layer) if type(sublayer) is keras.layers.Dropout)
 
 
 def _dropping(layer: Any, factors: Sequence[tf.Tensor] | None, shard: int) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the dropout of a layer applies the factors of a shard."""
+    """Return a context in which the dropout of a layer applies the given factors of a shard."""
     if factors is None:
         return contextlib.nullcontext()
     factor = factors[shard]

@@ -1,4 +1,4 @@
-"""Sharding rules of convolutions, by filters and then by input channels, and of layers that treat channels separately.
+"""Sharding rules of convolutions, by filters or by input channels, and of layers that treat channels separately.
 
 x ──► convolution by filters ──► normalization, pooling of each channel ──► convolution by channels ──► sum
 """
@@ -16,12 +16,12 @@ import tensorflow as tf
 from tfpar._compat.models import keras_model
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Call, run_call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.dense import WIDE_OUTPUT
-from tfpar.sharding.elementwise import activated, activates_pieces
+from tfpar.sharding.elementwise import activated, activates_shards
 from tfpar.sharding.model_sharding import Cut, ShardingRule, even_sizes
-from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
-from tfpar.sharding.sharded_values import Pieces
+from tfpar.sharding.placed_values import Placed, layer_mask, weight_shard
+from tfpar.sharding.sharded_values import ShardedValue
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 DEPTHWISE = (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -36,7 +36,7 @@ CHANNELWISE = (
 
 
 def convolution_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rules to divide a call of a convolution.
+    """Return the sharding rules of a convolution.
 
     Args:
         call: A layer call.
@@ -52,15 +52,15 @@ def convolution_rules(call: Call) -> tuple[ShardingRule, ...]:
     rules = (
         ShardingRule("channels", int(inputs), {id(layer.kernel): Cut(rank - 2)}, channels, None, _run_channels),
         ShardingRule(
-            "filters", int(filters), cuts, None, Cut(channels) if activates_pieces(layer) else None, _run_filters
+            "filters", int(filters), cuts, None, Cut(channels) if activates_shards(layer) else None, _run_filters
         ),
     )
-    # The sum of many outputs would take longer than the inputs take to send, as in Dense.
+    # Adding up many outputs takes longer than sending the inputs, as in Dense.
     return rules[::-1] if filters >= WIDE_OUTPUT * inputs and max(layer.strides) == 1 else rules
 
 
 def depthwise_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rule to run a depthwise convolution on pieces of the channels, each with its own kernels.
+    """Return the sharding rule of a depthwise convolution: by channels.
 
     Args:
         call: A layer call.
@@ -72,12 +72,12 @@ def depthwise_rules(call: Call) -> tuple[ShardingRule, ...]:
     cuts: dict[Hashable, Cut] = {id(layer.kernel): Cut(len(layer.kernel.shape) - 2)}
     if layer.bias is not None:
         cuts[id(layer.bias)] = Cut(0, multiplier)
-    gives = Cut(channels, multiplier) if activates_pieces(layer) else None
+    gives = Cut(channels, multiplier) if activates_shards(layer) else None
     return (ShardingRule("channels", inputs, cuts, channels, gives, _run_depthwise),)
 
 
 def channelwise_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rule to run a layer without weights, such as a pooling, on pieces of the channels.
+    """Return the sharding rule of a layer without weights that treats channels separately, such as pooling.
 
     Args:
         call: A layer call.
@@ -91,7 +91,7 @@ def channelwise_rules(call: Call) -> tuple[ShardingRule, ...]:
 
 
 def normalization_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rule of a BatchNormalization: pieces of the channels, statistics on the first device.
+    """Return the sharding rule of BatchNormalization: by channels, with moving statistics on the first device.
 
     Args:
         call: A layer call.
@@ -107,7 +107,7 @@ def normalization_rules(call: Call) -> tuple[ShardingRule, ...]:
 
 
 def _channel_axis(layer: Any, rank: int | None = None) -> int:
-    """Return the axis of the channels, from the end."""
+    """Return the axis of the channels, counted from the end."""
     if getattr(layer, "data_format", "channels_last") == "channels_last":
         return -1
     return 1 - (rank or layer.rank + 2)
@@ -120,11 +120,11 @@ def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
 
 def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     layer, (value,) = call.operation, call.inputs
-    held, partial = placed.pieces(value, _channel_axis(layer), layer.kernel.value.sizes), []
-    for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+    held, partial = placed.sharded(value, _channel_axis(layer), layer.kernel.value.sizes), []
+    for shard, (device, channels) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):
-            partial.append(_convolved(layer, given, shard, device))
-    output = pieces_of.added(partial, placed.devices)
+            partial.append(_convolved(layer, channels, shard, device))
+    output = sharded_values.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         bias = None if layer.bias is None else tf.cast(tf.convert_to_tensor(layer.bias), layer.compute_dtype)
         output = _with_bias(layer, output, bias)
@@ -134,21 +134,21 @@ def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
 
 def _run_depthwise(placed: Placed, call: Call, training: bool) -> Any:
     layer, (value,) = call.operation, call.inputs
-    return _outputs(placed, call, placed.pieces(value, _channel_axis(layer), layer.kernel.value.sizes).tensors)
+    return _outputs(placed, call, placed.sharded(value, _channel_axis(layer), layer.kernel.value.sizes).tensors)
 
 
 def _outputs(placed: Placed, call: Call, inputs: Sequence[tf.Tensor]) -> Any:
-    """Return the channels that each shard computes from its input."""
+    """Return the output channels that each shard computes from its input."""
     layer, outputs = call.operation, []
-    for shard, (device, given) in enumerate(zip(placed.devices, inputs, strict=True)):
-        bias = None if layer.bias is None else weight_piece(layer.bias, shard, device, layer.compute_dtype)
+    for shard, (device, channels) in enumerate(zip(placed.devices, inputs, strict=True)):
+        bias = None if layer.bias is None else weight_shard(layer.bias, shard, device, layer.compute_dtype)
         with tf.device(device):
-            outputs.append(_with_bias(layer, _convolved(layer, given, shard, device), bias))
+            outputs.append(_with_bias(layer, _convolved(layer, channels, shard, device), bias))
     return activated(outputs, _channel_axis(layer), placed, call)
 
 
 def _convolved(layer: Any, inputs: tf.Tensor, shard: int, device: str) -> tf.Tensor:
-    kernel = weight_piece(layer.kernel, shard, device, layer.compute_dtype)
+    kernel = weight_shard(layer.kernel, shard, device, layer.compute_dtype)
     convolve = keras.ops.depthwise_conv if isinstance(layer, DEPTHWISE) else keras.ops.conv
     return convolve(
         tf.cast(inputs, layer.compute_dtype),
@@ -168,14 +168,14 @@ def _with_bias(layer: Any, outputs: tf.Tensor, bias: tf.Tensor | None) -> tf.Ten
     return keras.ops.add(outputs, keras.ops.reshape(bias, shape))
 
 
-def _run_channelwise(gives: int, placed: Placed, call: Call, training: bool) -> Pieces:
+def _run_channelwise(gives: int, placed: Placed, call: Call, training: bool) -> ShardedValue:
     value = call.inputs[0]
     held, outputs = placed.tensors[value], []
-    for device, piece in zip(placed.devices, held.tensors, strict=True):
+    for device, channels in zip(placed.devices, held.tensors, strict=True):
         with tf.device(device):
-            given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))
-            outputs.append(run_call(call, {value: given}, training))
-    return Pieces(tuple(outputs), gives, keras_model.mask_of(outputs[0]))
+            masked = keras_model.with_mask(channels, None if held.mask is None else tf.identity(held.mask))
+            outputs.append(run_call(call, {value: masked}, training))
+    return ShardedValue(tuple(outputs), gives, keras_model.mask_of(outputs[0]))
 
 
 @contextlib.contextmanager
@@ -187,29 +187,29 @@ def _any_number_of_channels(layer: Any) -> Iterator[None]:
         layer.input_spec = spec
 
 
-def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) -> Pieces:
+def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) -> ShardedValue:
     layer, value = call.operation, call.inputs[0]
-    held = placed.pieces(value, axis, even_sizes(int(value.shape[axis] or 0), len(placed.devices)))
-    sizes = [int(piece.shape[axis]) for piece in held.tensors]
-    statistics = [(state, _state_pieces(state, sizes, placed)) for state in (layer.moving_mean, layer.moving_variance)]
+    held = placed.sharded(value, axis, even_sizes(int(value.shape[axis] or 0), len(placed.devices)))
+    sizes = [int(shard.shape[axis]) for shard in held.tensors]
+    statistics = [(state, _state_shards(state, sizes, placed)) for state in (layer.moving_mean, layer.moving_variance)]
     outputs, changed = [], []
-    for shard, (device, piece) in enumerate(zip(placed.devices, held.tensors, strict=True)):
-        own = {id(state): pieces[shard] for state, pieces in statistics}
+    for shard, (device, channels) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+        own = {id(state): values[shard] for state, values in statistics}
         with (
             tf.device(device),
-            sharded_memory.as_pieces(layer.variables, shard, own),
+            sharded_memory.as_shards(layer.variables, shard, own),
             _any_number_of_channels(layer),
         ):
-            given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))
-            outputs.append(run_call(call, {value: given}, training))
+            masked = keras_model.with_mask(channels, None if held.mask is None else tf.identity(held.mask))
+            outputs.append(run_call(call, {value: masked}, training))
             changed.append([tf.convert_to_tensor(state) for state, _ in statistics])
     for (state, before), after in zip(statistics, zip(*changed, strict=True), strict=True):
         if after[0] is not before[0]:
-            state.assign(pieces_of.gathered(after, 0, placed.devices))
-    return Pieces(tuple(outputs), axis, keras_model.mask_of(outputs[0]))
+            state.assign(sharded_values.gathered(after, 0, placed.devices))
+    return ShardedValue(tuple(outputs), axis, keras_model.mask_of(outputs[0]))
 
 
-def _state_pieces(state: Any, sizes: Sequence[int], placed: Placed) -> tuple[tf.Tensor, ...]:
+def _state_shards(state: Any, sizes: Sequence[int], placed: Placed) -> tuple[tf.Tensor, ...]:
     with tf.device(placed.devices[0]):
         whole = tf.convert_to_tensor(state)
-    return pieces_of.divided(whole, sizes, 0, placed.devices)
+    return sharded_values.split(whole, sizes, 0, placed.devices)

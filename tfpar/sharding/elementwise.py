@@ -1,4 +1,4 @@
-"""Layer calls that compute each element of a value from the same element of their inputs, and so run on pieces."""
+"""Sharding rules of elementwise layer calls, which run on shards of their inputs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_model
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.model_sharding import Cut, ShardingRule
 from tfpar.sharding.placed_values import Placed, layer_mask
-from tfpar.sharding.sharded_values import Pieces
+from tfpar.sharding.sharded_values import ShardedValue
 
 _ACTIVATIONS = {
     "celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh",
@@ -27,7 +27,7 @@ _LAYERS = (
     *(keras.layers.Dropout, keras.layers.Add, keras.layers.Subtract, keras.layers.Multiply, keras.layers.Average),
     *(keras.layers.Maximum, keras.layers.Minimum),
 )
-# Of `keras.ops`, by the names of their classes.
+# Class names of operations of `keras.ops`.
 _OPERATIONS = {
     "Absolute", "Add", "Cast", "Celu", "Cos", "Divide", "Elu", "Erf",
     "Exp", "Gelu", "HardShrink", "HardSigmoid", "HardSilu", "HardTanh", "LeakyRelu", "Log",
@@ -39,48 +39,48 @@ _OPERATIONS = {
 
 
 def is_elementwise(activation: Any) -> bool:
-    """Return whether an activation of Keras computes each element from the same element of its input."""
+    """Return whether an activation is an elementwise function of Keras."""
     return activation in _FUNCTIONS
 
 
-def activates_pieces(layer: Any) -> bool:
-    """Return whether a layer can activate each piece of its output separately.
+def activates_shards(layer: Any) -> bool:
+    """Return whether a layer can apply its activation to each shard of its output.
 
     Args:
-        layer: A layer with an activation, or with None for none.
+        layer: A layer whose attribute `activation` may be None.
     """
     return layer.activation is None or is_elementwise(layer.activation)
 
 
-def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Call) -> Pieces | tf.Tensor:
-    """Return the output of a layer call after its activation, in pieces if that treats elements separately.
+def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Call) -> ShardedValue | tf.Tensor:
+    """Apply the activation of a layer to its sharded output; gather the output first if the activation needs all of it.
 
     Args:
-        outputs: The piece of each shard before the activation.
-        axis: The divided axis, from the end.
+        outputs: The shards of the output.
+        axis: The sharded axis, counted from the end.
         placed: The values of the run.
-        call: A call of a layer with one input.
+        call: A call of a layer with a single input.
     """
     layer, (value,) = call.operation, call.inputs
     mask = layer_mask(layer, placed, value)
-    if not activates_pieces(layer):
-        whole = pieces_of.gathered(outputs, axis, placed.devices)
+    if not activates_shards(layer):
+        whole = sharded_values.gathered(outputs, axis, placed.devices)
         with tf.device(placed.devices[0]):
             return keras_model.with_mask(layer.activation(whole), mask)
-    found = []
+    activations = []
     for output, device in zip(outputs, placed.devices, strict=True):
         with tf.device(device):
-            found.append(output if layer.activation is None else layer.activation(output))
-    return Pieces(tuple(found), axis, mask)
+            activations.append(output if layer.activation is None else layer.activation(output))
+    return ShardedValue(tuple(activations), axis, mask)
 
 
 def elementwise_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rules to run a call on the pieces of its inputs, for each axis that may be divided.
+    """Return the sharding rules of an elementwise call, one for each axis but the first.
 
     Args:
         call: A layer call.
     """
-    if not call.inputs or not _runs_on_pieces(call):
+    if not call.inputs or not _runs_on_shards(call):
         return ()
     rank = len(call.outputs[0].shape)
     if any(len(value.shape) != rank for value in call.inputs):
@@ -88,7 +88,7 @@ def elementwise_rules(call: Call) -> tuple[ShardingRule, ...]:
     return tuple(ShardingRule("elements", None, {}, axis, Cut(axis), _run) for axis in range(-1, -rank, -1))
 
 
-def _runs_on_pieces(call: Call) -> bool:
+def _runs_on_shards(call: Call) -> bool:
     operation = call.operation
     if len(call.outputs) != 1 or call.variables:
         return isinstance(operation, keras.layers.Dropout) and len(call.outputs) == 1 and _is_plain_dropout(call)
@@ -108,8 +108,8 @@ def _is_plain_dropout(call: Call) -> bool:
     return type(layer) is keras.layers.Dropout and not layer.noise_shape and not layer.activity_regularizer
 
 
-def _run(placed: Placed, call: Call, training: bool) -> Pieces:
-    """Run a call on each device, with the pieces of its inputs."""
+def _run(placed: Placed, call: Call, training: bool) -> ShardedValue:
+    """Run a call on the shards of its inputs."""
     held = [placed.tensors[value] for value in call.inputs]
     axis, outputs = held[0].axis, []
     drops = isinstance(call.operation, keras.layers.Dropout) and call.training_in(training)
@@ -117,41 +117,41 @@ def _run(placed: Placed, call: Call, training: bool) -> Pieces:
         factors = _dropout_factors(placed, call, held[0])
     for shard, device in enumerate(placed.devices):
         with tf.device(device):
-            tensors = {value: one.tensors[shard] for value, one in zip(call.inputs, held, strict=True)}
+            tensors = {value: sharded.tensors[shard] for value, sharded in zip(call.inputs, held, strict=True)}
             if drops and call.operation.rate > 0:
                 outputs.append(dropped(tensors[call.inputs[0]], factors[shard]))
             else:
                 outputs.append(run_call(call, tensors, training))
     with tf.device(placed.devices[0]):
-        return Pieces(tuple(outputs), axis, _mask(call, [one.mask for one in held]))
+        return ShardedValue(tuple(outputs), axis, _mask(call, [sharded.mask for sharded in held]))
 
 
 def _mask(call: Call, masks: list[Any]) -> Any:
-    """Return the Keras mask of the output of a call, for those of its inputs; None for none."""
+    """Return the Keras mask of the output of a call, or None."""
     if not getattr(call.operation, "supports_masking", False):
         return None
     is_merge = isinstance(call.args[0] if call.args else None, list | tuple)
     return call.operation.compute_mask([None] * len(masks), masks) if is_merge else masks[0]
 
 
-def _dropout_factors(placed: Placed, call: Call, held: Pieces) -> tuple[tf.Tensor, ...]:
-    """Return the factors of a dropout for each piece: drawn for the whole value, as on one device."""
-    sizes = [int(piece.shape[held.axis]) for piece in held.tensors]
+def _dropout_factors(placed: Placed, call: Call, held: ShardedValue) -> tuple[tf.Tensor, ...]:
+    """Return the dropout factors of each shard, drawn for the whole value as on one device."""
+    sizes = [int(shard.shape[held.axis]) for shard in held.tensors]
     first = held.tensors[0]
     with tf.device(placed.devices[0]):
         shape = tf.unstack(tf.shape(first))
         shape[held.axis] = tf.constant(sum(sizes))
         ones = tf.ones(tf.stack(shape), first.dtype)
         factors = run_call(call, {call.inputs[0]: ones}, True)
-    return pieces_of.divided(tf.stop_gradient(factors), sizes, held.axis, placed.devices)
+    return sharded_values.split(tf.stop_gradient(factors), sizes, held.axis, placed.devices)
 
 
-def dropped(piece: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Return a piece after a dropout.
+def dropped(shard: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Apply dropout factors to a shard.
 
     Args:
-        piece: A piece.
-        factor: For each element 0, or the factor of those that stay.
+        shard: A shard of a value.
+        factor: The factor of each element, 0 for dropped ones.
     """
-    # As in TensorFlow: an element that is not a number is dropped too.
-    return tf.where(factor > 0, piece * factor, tf.zeros_like(piece))
+    # Like TensorFlow, drop NaN as well: NaN * 0 is NaN.
+    return tf.where(factor > 0, shard * factor, tf.zeros_like(shard))

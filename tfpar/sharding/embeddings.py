@@ -1,8 +1,8 @@
-"""The sharding rules to divide an Embedding: by rows of its table, and by columns; a ReversibleEmbedding by rows.
+"""The sharding rules of Embedding, by rows or columns of its table, and of ReversibleEmbedding, by rows.
 
-rows      each shard looks up the numbers of its own rows, with zeros for all others; the results are added
-columns   each shard looks up a part of each row
-reverse   x · table[rows of the shard]ᵀ gives the scores of these rows: pieces of the scores of all classes
+rows      each shard looks up its own rows and returns zeros for all others; the results are added up
+columns   each shard looks up its columns of each row
+reverse   x · table[rows of the shard]ᵀ: the scores of all classes, sharded by class
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_model
 from tfpar.pipeline.graph.ir import Call
-from tfpar.sharding import sharded_values as pieces_of
+from tfpar.sharding import sharded_values
 from tfpar.sharding.model_sharding import Cut, ShardingRule
-from tfpar.sharding.placed_values import Placed, layer_mask, weight_piece
-from tfpar.sharding.sharded_values import Pieces
+from tfpar.sharding.placed_values import Placed, layer_mask, weight_shard
+from tfpar.sharding.sharded_values import ShardedValue
 
 
 def embedding_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rules to divide a call of an Embedding layer.
+    """Return the sharding rules of an Embedding call.
 
     Args:
         call: A layer call.
@@ -45,7 +45,7 @@ def embedding_rules(call: Call) -> tuple[ShardingRule, ...]:
 
 
 def reversible_rules(call: Call) -> tuple[ShardingRule, ...]:
-    """Return the sharding rules to divide a call of a ReversibleEmbedding layer.
+    """Return the sharding rules of a ReversibleEmbedding call.
 
     Args:
         call: A layer call.
@@ -64,17 +64,17 @@ def reversible_rules(call: Call) -> tuple[ShardingRule, ...]:
 def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
     layer, (value,) = call.operation, call.inputs
     sizes = layer.embeddings.value.sizes
-    given = placed.whole(value)
-    numbers = given.flat_values if isinstance(given, tf.RaggedTensor) else given
+    indices = placed.whole(value)
+    numbers = indices.flat_values if isinstance(indices, tf.RaggedTensor) else indices
     with tf.device(placed.devices[0]):
         if numbers.dtype not in (tf.int32, tf.int64):
             numbers = tf.cast(numbers, tf.int32)
-        # Keras 3.15 counts negative numbers from the end.
+        # In Keras 3.15, negative indices count from the end.
         numbers = tf.where(numbers < 0, numbers + tf.cast(layer.input_dim, numbers.dtype), numbers)
     mask = layer_mask(layer, placed, value)
     outputs = []
     for shard, device in enumerate(placed.devices):
-        table = weight_piece(layer.embeddings, shard, device)
+        table = weight_shard(layer.embeddings, shard, device)
         with tf.device(device):
             own = tf.identity(numbers)
             if by_rows:
@@ -83,19 +83,19 @@ def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
                 rows = tf.gather(table, own)
             outputs.append(tf.cast(rows, layer.compute_dtype))
     if by_rows:
-        total = pieces_of.added(outputs, placed.devices)
+        total = sharded_values.added(outputs, placed.devices)
         with tf.device(placed.devices[0]):
-            return keras_model.with_mask(_in_rows_of(given, total), mask)
-    return Pieces(tuple(_in_rows_of(given, output) for output in outputs), -1, mask)
+            return keras_model.with_mask(_in_rows_of(indices, total), mask)
+    return ShardedValue(tuple(_in_rows_of(indices, output) for output in outputs), -1, mask)
 
 
 def _in_rows_of(numbers: Any, embedded: tf.Tensor) -> Any:
-    """Return the embeddings of the values of a ragged tensor in its rows; those of a tensor as they are."""
+    """Return embeddings in the rows of a ragged tensor; for dense indices unchanged."""
     return numbers.with_flat_values(embedded) if isinstance(numbers, tf.RaggedTensor) else embedded
 
 
 def _rows_of_shard(table: tf.Tensor, numbers: tf.Tensor, shard: int, sizes: tuple[int, ...]) -> tf.Tensor:
-    """Return the rows of a shard, zeros for those of other shards; a number outside of the whole table is an error."""
+    """Look up the rows of a shard, with zeros for other shards; an index outside of the whole table is an error."""
     own = numbers - tf.cast(sum(sizes[:shard]), numbers.dtype)
     is_own = tf.fill(tf.shape(own), True)
     if shard > 0:
@@ -107,23 +107,23 @@ def _rows_of_shard(table: tf.Tensor, numbers: tf.Tensor, shard: int, sizes: tupl
 
 
 def _look_up(run: Any, placed: Placed, call: Call, training: bool) -> tf.Tensor:
-    """Look up numbers, with the mask that the layer sets in its call (Keras 3.15)."""
+    """Look up indices, with the mask that the layer sets in its call (Keras 3.15)."""
     layer, (value,) = call.operation, call.inputs
     rows = run(placed, call, training)
     with tf.device(placed.devices[0]):
         return keras_model.with_mask(rows, keras.layers.Embedding.compute_mask(layer, placed.whole(value)))
 
 
-def _run_reverse(placed: Placed, call: Call, training: bool) -> Pieces:
+def _run_reverse(placed: Placed, call: Call, training: bool) -> ShardedValue:
     layer, (value,) = call.operation, call.inputs
     variable = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
 
     outputs = []
     for shard, device in enumerate(placed.devices):
-        given, kernel = placed.on(value, shard), weight_piece(variable, shard, device, layer.compute_dtype)
+        tensor, kernel = placed.on(value, shard), weight_shard(variable, shard, device, layer.compute_dtype)
         with tf.device(device):
-            outputs.append(_scores(layer, tf.cast(given, layer.compute_dtype), kernel))
-    return Pieces(tuple(outputs), -1)
+            outputs.append(_scores(layer, tf.cast(tensor, layer.compute_dtype), kernel))
+    return ShardedValue(tuple(outputs), -1)
 
 
 def _scores(layer: Any, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:

@@ -1,10 +1,9 @@
-"""The sharding of a model: which layer calls are divided, and along which axis of their weights and values.
+"""Chooses which layer calls of a model are sharded, and along which axes.
 
     x ──► Dense(4096) by columns ──► gelu ──► Dense(512) by rows ──► sum ──► y
-    whole      pieces along -1     pieces -1      partial results    whole
+    whole    sharded along -1    sharded along -1    partial sums    whole
 
-A layer call is divided by one of the sharding rules that its layer offers. The sharding is pure data about weights and
-values, so that it is tested without a device.
+Each layer offers sharding rules, of which its calls choose one. The result is plain data about weights and values.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# A layer call with a smaller part of the bytes of all weights, and of all multiplications, than this stays whole,
-# unless its input is in pieces: these would have to be gathered for it.
+# A layer call with less than this part of all bytes of weights, and of all multiplications, stays whole, unless its
+# input is sharded and would have to be gathered.
 SMALLEST_PART = 0.001
 
 
-class Division(NamedTuple):
-    """The division of a tensor into pieces, one for each shard.
+class Sharding(NamedTuple):
+    """How a tensor is sharded.
 
     Args:
-        axis: The divided axis.
-        sizes: The size of each piece along it.
+        axis: The sharded axis.
+        sizes: The size of each shard along it.
     """
 
     axis: int
@@ -31,11 +30,11 @@ class Division(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The axis of a weight or value that a sharding rule divides.
+    """The axis along which a sharding rule cuts a weight or value.
 
     Args:
         axis: The axis.
-        per_unit: The number of elements along the axis for each unit.
+        per_unit: The number of elements along the axis per unit of the rule.
     """
 
     axis: int
@@ -44,14 +43,14 @@ class Cut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRule:
-    """A sharding rule to divide a layer call.
+    """One of the ways in which a layer call can be sharded.
 
     Args:
         name: Such as "columns".
-        size: The number of units to divide, such as columns or heads; None for that of the input's pieces.
-        cuts: The cut of each divided weight, by the weight's key.
-        takes: The axis of the pieces of its inputs; None for whole inputs.
-        gives: The cut of its output; None for a whole output, the sum of a partial result of each shard.
+        size: The number of units to shard, such as columns or heads. None takes that of the sharded input.
+        cuts: The cut of each sharded weight, by the weight's key.
+        takes: The axis along which inputs are sharded, or None for whole inputs.
+        gives: The cut of the output. None for a whole output, the sum of partial results.
         run: Computes the outputs.
     """
 
@@ -70,7 +69,7 @@ class Weight(NamedTuple):
         path: Its path.
         shape: Its shape.
         num_bytes: Its size.
-        whole_because: The reason why it cannot be divided; an empty text for none.
+        whole_because: Why it cannot be sharded, or an empty string.
     """
 
     path: str
@@ -80,16 +79,16 @@ class Weight(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A layer call with the sharding rules to divide it.
+    """A layer call with its sharding rules.
 
     Args:
         name: The name of the call.
         inputs: The keys of its input values.
         outputs: The keys of its output values.
         weights: The keys of the weights that it reads.
-        rules: The sharding rules to divide it, the best first.
-        undivided: Why a call without sharding rules is not divided.
-        num_positions: How often it multiplies by its weights for each example.
+        rules: Its sharding rules, in order of preference.
+        whole_because: Why a call without rules is not sharded.
+        num_positions: How often an example is multiplied by the weights.
     """
 
     name: str
@@ -97,33 +96,33 @@ class Offer(NamedTuple):
     outputs: tuple[Hashable, ...]
     weights: tuple[Hashable, ...]
     rules: tuple[ShardingRule, ...]
-    undivided: str
+    whole_because: str
     num_positions: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSharding:
-    """The chosen sharding rules.
+    """How the layer calls of a model are sharded.
 
     Args:
-        rules: The sharding rule of each layer call; None for one that runs on the first device alone.
-        weights: The division of each divided weight, by its key.
-        values: The division of each value in pieces, by its key.
-        whole: For each large layer call that is not divided its name and the reason.
+        rules: The rule of each layer call, or None for a call that only runs on the first device.
+        weights: The sharding of each sharded weight, by its key.
+        values: The sharding of each sharded value, by its key.
+        whole: The name of each large call that is not sharded, with the reason.
     """
 
     rules: tuple[ShardingRule | None, ...]
-    weights: Mapping[Hashable, Division]
-    values: Mapping[Hashable, Division]
+    weights: Mapping[Hashable, Sharding]
+    values: Mapping[Hashable, Sharding]
     whole: Mapping[str, str]
 
 
 def even_sizes(size: int, num_shards: int) -> tuple[int, ...]:
-    """Return the sizes of pieces that differ by at most one, the larger ones first.
+    """Split a size into parts that differ by at most one, larger ones first.
 
     Args:
         size: The number of units.
-        num_shards: The number of pieces.
+        num_shards: The number of shards.
 
     Example:
         >>> even_sizes(10, 3)
@@ -140,18 +139,18 @@ def plan(
 ) -> ModelSharding:
     """Choose a sharding rule for each layer call.
 
-    Layer calls choose in their order, each for the placement of its inputs: a layer on pieces by rows, one on a whole
-    input by columns. A weight that calls would divide differently stays whole.
+    Calls choose in order, each by how its inputs are sharded: a Dense layer by rows for a sharded input, and by columns
+    for a whole one. A weight that two calls would shard differently stays whole.
 
     Args:
         offers: The layer calls of a model, in order.
         weights: All weights of the model, by key.
         num_shards: The number of shards.
-        wanted: The divided axis of weights by rules of the user, None for one that stays whole; without rules all large
-            layers are divided, and small ones whose input is in pieces.
+        wanted: The axis along which the user's rules shard each weight, None for weights that stay whole. Without
+            rules, all large layers are sharded, and small ones with a sharded input.
 
     Raises:
-        ValueError: If a rule divides a weight along an axis that no sharding rule of its layer divides.
+        ValueError: If the user's rules shard a weight along an axis that its layer does not offer.
 
     Example:
         >>> columns = ShardingRule("columns", 8, {"kernel": Cut(1)}, gives=Cut(-1))
@@ -159,18 +158,18 @@ def plan(
         >>> plan([offer], {"kernel": Weight("dense/kernel", (4, 8), 128)}, 2).values["y"].sizes
         (4, 4)
     """
-    kept: dict[Hashable, str] = {key: one.whole_because for key, one in weights.items() if one.whole_because}
+    kept: dict[Hashable, str] = {key: weight.whole_because for key, weight in weights.items() if weight.whole_because}
     while True:
         search = _Search(offers, weights, num_shards, wanted, kept)
-        found = search.run()
+        sharding = search.run()
         conflicts = search.conflicts
         if not conflicts:
-            return found
+            return sharding
         kept |= conflicts
 
 
 class _Search:
-    """One pass over the layer calls, with some weights that must stay whole."""
+    """A single pass over the layer calls, with some weights that must stay whole."""
 
     def __init__(
         self,
@@ -182,10 +181,10 @@ class _Search:
     ) -> None:
         self._offers, self._weights, self._num_shards = offers, weights, num_shards
         self._wanted, self._kept = wanted, kept
-        self._least_bytes = SMALLEST_PART * sum(one.num_bytes for one in weights.values())
-        self._least_work = SMALLEST_PART * sum(self._num_bytes(one.weights) * one.num_positions for one in offers)
-        self._divisions: dict[Hashable, Division] = {}
-        self._values: dict[Hashable, Division] = {}
+        self._least_bytes = SMALLEST_PART * sum(weight.num_bytes for weight in weights.values())
+        self._least_work = SMALLEST_PART * sum(self._num_bytes(offer.weights) * offer.num_positions for offer in offers)
+        self._shardings: dict[Hashable, Sharding] = {}
+        self._values: dict[Hashable, Sharding] = {}
         self._read_whole: dict[Hashable, str] = {}
         self._unmet: dict[Hashable, str] = {}
         self.conflicts: dict[Hashable, str] = {}
@@ -201,14 +200,14 @@ class _Search:
                 if reason:
                     whole[offer.name] = reason
         if self._wanted is None:
-            both = [key for key in self._divisions if key in self._read_whole]
+            both = [key for key in self._shardings if key in self._read_whole]
             self.conflicts |= {key: f"{self._read_whole[key]!r} reads it whole" for key in both}
         if not self.conflicts:
             self._refuse_unmet()
-        return ModelSharding(tuple(rules), self._divisions, self._values, whole)
+        return ModelSharding(tuple(rules), self._shardings, self._values, whole)
 
     def _choose(self, offer: Offer) -> tuple[ShardingRule | None, str]:
-        """Return the sharding rule of a layer call whose weights are large enough for one; or None with the reason."""
+        """Return the rule of a layer call, or None with the reason, which is empty for small weights."""
         reasons: list[tuple[ShardingRule, str]] = []
         for rule in offer.rules:
             sizes = self._sizes(rule, offer)
@@ -226,25 +225,25 @@ class _Search:
             return None, ""
         return None, next(
             (reason for _, reason in reasons),
-            "its input has no pieces that it takes" if offer.rules else offer.undivided,
+            "its input is not sharded" if offer.rules else offer.whole_because,
         )
 
     def _sizes(self, rule: ShardingRule, offer: Offer) -> tuple[int, ...] | None:
-        """Return the units of each shard, None if the sharding rule does not fit the placement of the inputs."""
-        given = [self._values.get(value) for value in offer.inputs]
+        """Return the units of each shard, or None if the rule does not fit the inputs."""
+        shardings = [self._values.get(value) for value in offer.inputs]
         if rule.takes is None:
             return even_sizes(rule.size or 0, self._num_shards)
-        first = given[0] if given else None
+        first = shardings[0] if shardings else None
         if first is None:
-            # A user's rule may ask for rows without columns before them; the input is then divided.
+            # The user's rules may ask for rows after a whole value, which is then split.
             is_asked = any((self._wanted or {}).get(key) is not None for key in rule.cuts)
-            return even_sizes(rule.size, self._num_shards) if is_asked and rule.size and not any(given) else None
-        if any(one != first for one in given) or first.axis != rule.takes:
+            return even_sizes(rule.size, self._num_shards) if is_asked and rule.size and not any(shardings) else None
+        if any(sharding != first for sharding in shardings) or first.axis != rule.takes:
             return None
         return first.sizes if rule.size in (None, sum(first.sizes)) else None
 
     def _obstacle(self, rule: ShardingRule, sizes: tuple[int, ...], offer: Offer) -> str:
-        """Return the reason against a sharding rule, an empty text for none."""
+        """Return the reason against a rule, or an empty string."""
         if not rule.cuts:
             return ""
         if min(sizes) < 1:
@@ -254,9 +253,9 @@ class _Search:
         for key, cut in rule.cuts.items():
             if key in self._kept:
                 return f"{self._weights[key].path!r} stays whole: {self._kept[key]}"
-            division = _scaled(cut, sizes)
-            if self._divisions.get(key, division) != division:
-                self.conflicts[key] = "layers would divide it differently"
+            sharding = _scaled(cut, sizes)
+            if self._shardings.get(key, sharding) != sharding:
+                self.conflicts[key] = "layers would shard it differently"
                 return self.conflicts[key]
         begins = self._wanted is None and not any(value in self._values for value in offer.inputs)
         is_large = not begins or self._is_large(tuple(rule.cuts), offer.num_positions)
@@ -268,14 +267,14 @@ class _Search:
         for key in offer.weights:
             cut, axis = rule.cuts.get(key), wanted.get(key)
             if axis is not None and (cut is None or cut.axis != axis):
-                found = "stay whole" if cut is None else f"be divided at axis {cut.axis}"
-                return f"by {rule.name}, {self._weights[key].path!r} would {found}"
+                outcome = "stay whole" if cut is None else f"be sharded at axis {cut.axis}"
+                return f"by {rule.name}, {self._weights[key].path!r} would {outcome}"
             if cut is not None and key in wanted and axis is None:
-                return f"by {rule.name}, {self._weights[key].path!r} would be divided too, and its rule keeps it whole"
+                return f"by {rule.name}, {self._weights[key].path!r} would be sharded too, and its rule keeps it whole"
         return ""
 
     def _note(self, rule: ShardingRule, sizes: tuple[int, ...], offer: Offer) -> None:
-        self._divisions.update((key, _scaled(cut, sizes)) for key, cut in rule.cuts.items())
+        self._shardings.update((key, _scaled(cut, sizes)) for key, cut in rule.cuts.items())
         if rule.gives is not None:
             self._values.update((value, _scaled(rule.gives, sizes)) for value in offer.outputs)
 
@@ -295,23 +294,23 @@ class _Search:
 
     def _refuse_unmet(self) -> None:
         for key, axis in (self._wanted or {}).items():
-            if axis is not None and key not in self._divisions:
+            if axis is not None and key not in self._shardings:
                 reason = self._unmet.get(key, "no layer call reads it")
                 raise ValueError(
-                    f"A rule of layout divides {self._weights[key].path!r} at axis {axis}, which is not possible: "
+                    f"A rule of layout shards {self._weights[key].path!r} at axis {axis}, which is not possible: "
                     f"{reason}. Change or remove the rule."
                 )
 
 
 def _against_axis(offer: Offer, key: Hashable, axis: int) -> str:
-    """Return why no sharding rule of a layer call divides a weight at an axis."""
+    """Return why a layer call cannot shard a weight along an axis."""
     possible = sorted({rule.cuts[key].axis for rule in offer.rules if key in rule.cuts})
     if axis in possible:
-        return f"{offer.name!r} takes pieces, and its input has none that fit"
+        return f"{offer.name!r} takes a sharded input, and its input is not sharded like that"
     if possible:
-        return f"{offer.name!r} can be divided at axis {' or '.join(map(str, possible))}"
-    return f"no division of {offer.name!r} divides it" if offer.rules else offer.undivided
+        return f"{offer.name!r} can be sharded at axis {' or '.join(map(str, possible))}"
+    return f"no sharding rule of {offer.name!r} shards it" if offer.rules else offer.whole_because
 
 
-def _scaled(cut: Cut, sizes: Sequence[int]) -> Division:
-    return Division(cut.axis, tuple(cut.per_unit * size for size in sizes))
+def _scaled(cut: Cut, sizes: Sequence[int]) -> Sharding:
+    return Sharding(cut.axis, tuple(cut.per_unit * size for size in sizes))

@@ -1,4 +1,4 @@
-"""The sharding rules to divide each layer call of a model, by the class of its layer."""
+"""The sharding rules that the layer calls of a model offer, by layer class."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tfpar.sharding.embeddings import embedding_rules, reversible_rules
 from tfpar.sharding.model_sharding import ModelSharding, Offer, ShardingRule, Weight, plan
 from tfpar.sharding.rules import Rules, axes_by_rules
 
-# Of the class itself: a subclass may compute otherwise.
-_WAYS: dict[type, Callable[[Call], tuple[ShardingRule, ...]]] = {
+# Only for the class itself, since subclasses may compute something else.
+_RULES: dict[type, Callable[[Call], tuple[ShardingRule, ...]]] = {
     keras.layers.Dense: dense_rules,
     keras.layers.EinsumDense: dense_rules,
     keras.layers.Embedding: embedding_rules,
@@ -51,23 +51,23 @@ def sharding_of(
     calls: Sequence[Call] | None = None,
     whole: Mapping[int, str] = MappingProxyType({}),
 ) -> ModelSharding:
-    """Return the sharding of a model, or of a part of its layer calls.
+    """Choose how a model, or some of its layer calls, is sharded.
 
     Args:
         model: A model with built layers.
         graph: Its layer calls.
         num_shards: The number of shards.
-        user_rules: Rules of the user; None to choose from the graph.
-        calls: The part; None for all layer calls.
-        whole: Reasons against the division of variables, by the variable's `id`.
+        user_rules: The user's rules, or None for an automatic choice.
+        calls: The layer calls to shard. Defaults to all.
+        whole: Why some variables must stay whole, by the variable's `id`.
 
     Raises:
         ValueError: If a rule does not fit the model.
     """
-    weights: dict[Hashable, Weight] = {
-        id(one): Weight(one.path, tuple(one.shape), num_bytes(one), _whole_because(one) or whole.get(id(one), ""))
-        for one in model.variables
-    }
+    weights: dict[Hashable, Weight] = {}
+    for variable in model.variables:
+        reason = _whole_because(variable) or whole.get(id(variable), "")
+        weights[id(variable)] = Weight(variable.path, tuple(variable.shape), num_bytes(variable), reason)
     wanted = None if user_rules is None else axes_by_rules(user_rules, weights)
     if wanted is not None and calls is not None:
         elsewhere = _read_by(graph.calls) - _read_by(calls)
@@ -80,33 +80,33 @@ def _read_by(calls: Sequence[Call]) -> set[Hashable]:
 
 
 def _offer(call: Call) -> Offer:
-    find = _WAYS.get(keras_blocks.class_of(call.operation), elementwise_rules)
+    find = _RULES.get(keras_blocks.class_of(call.operation), elementwise_rules)
     return Offer(
         call.name,
         tuple(call.inputs),
         call.outputs,
         tuple(map(id, call.variables)),
         find(call),
-        _undivided_because(call),
+        _call_whole_because(call),
         _num_positions(call),
     )
 
 
 def _num_positions(call: Call) -> int:
-    """Return the number of outputs of a layer call that are computed with the same weights, 1 where it is open."""
+    """Return how many outputs of a layer call are computed with the same weights. Unknown sizes count as 1."""
     if not call.outputs or isinstance(call.operation, keras.layers.Embedding):
-        return 1  # rows are read, not multiplied
+        return 1  # a lookup, not a multiplication
     elements = [size or 1 for size in call.outputs[0].shape[1:]]
     axis = getattr(call.operation, "data_format", None) == "channels_first" and len(elements) > 1
     return math.prod(elements) // (elements[0 if axis else -1] if elements else 1)
 
 
-def _undivided_because(call: Call) -> str:
-    """Return why a call without sharding rules is not divided."""
+def _call_whole_because(call: Call) -> str:
+    """Return why a call without sharding rules is not sharded."""
     layer = call.operation
     known = keras_blocks.class_of(layer)
-    if known not in _WAYS:
-        return f"layers of the class {type(layer).__name__} are not divided"
+    if known not in _RULES:
+        return f"layers of the class {type(layer).__name__} are not sharded"
     names = {variable.path.split("/")[-1] for variable in layer.weights}
     is_attention = known in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
     settings = {
@@ -122,7 +122,7 @@ def _undivided_because(call: Call) -> str:
         "with several outputs": len(call.outputs) > 1,
     }
     how = next((text for text, is_set in settings.items() if is_set), "of this kind")
-    return f"a {type(layer).__name__} layer {how} is not divided"
+    return f"a {type(layer).__name__} layer {how} is not sharded"
 
 
 def _whole_because(variable: Any) -> str:

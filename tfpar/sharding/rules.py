@@ -1,4 +1,4 @@
-"""The rules of a layout: regular expressions of variable paths, each with the axis to divide, as Keras' `LayoutMap`."""
+"""The user's sharding rules: regular expressions of variable paths with axes to shard, like Keras' `LayoutMap`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Rules = Mapping[str, Sequence[str | None]]
 
 
 def check_rules(rules: Any) -> dict[str, tuple[str | None, ...]] | None:
-    """Return rules as tuples.
+    """Check rules, and return them as tuples.
 
     Args:
-        rules: A mapping from regular expressions to tuples with an entry for each axis of a weight: `"model"` for the
-            divided axis, None for the others.
+        rules: Maps regular expressions to tuples with an entry for each axis of a weight: `"model"` for the sharded
+            axis, None for others.
 
     Raises:
-        TypeError: If it is no mapping of texts to sequences.
+        TypeError: If the rules are not a mapping of strings to sequences.
         ValueError: If an expression is malformed, or an entry is neither `"model"` nor None.
     """
     if rules is None:
@@ -31,7 +31,7 @@ def check_rules(rules: Any) -> dict[str, tuple[str | None, ...]] | None:
             'layout must be a mapping such as {".*dense.*kernel": (None, "model")} with at least one rule, or None, '
             f"received {rules!r}."
         )
-    found = {}
+    checked = {}
     for pattern, axes in rules.items():
         if not isinstance(pattern, str) or isinstance(axes, str) or not isinstance(axes, Sequence):
             raise TypeError(
@@ -49,15 +49,15 @@ def check_rules(rules: Any) -> dict[str, tuple[str | None, ...]] | None:
                 f'A rule of layout names at most one axis "model" and None for the others, received {tuple(axes)!r} '
                 f"for {pattern!r}."
             )
-        found[pattern] = tuple(axes)
-    return found
+        checked[pattern] = tuple(axes)
+    return checked
 
 
 def axes_by_rules(rules: Rules, weights: Mapping[Hashable, Weight]) -> dict[Hashable, int | None]:
-    """Return the axis to divide for each weight that a rule names, None for one that stays whole.
+    """Return the axis to shard of each weight that a rule names, or None if the rule keeps it whole.
 
     Args:
-        rules: The rules; an expression is searched in the path of a weight.
+        rules: The rules. An expression may match anywhere in the path of a weight.
         weights: The weights of a model, by key.
 
     Raises:
@@ -68,7 +68,7 @@ def axes_by_rules(rules: Rules, weights: Mapping[Hashable, Weight]) -> dict[Hash
         >>> axes_by_rules({"kernel": (None, "model")}, {0: Weight("dense/kernel", (4, 8), 128)})
         {0: 1}
     """
-    found: dict[Hashable, int | None] = {}
+    shard_axes: dict[Hashable, int | None] = {}
     for key, weight in weights.items():
         matching = [pattern for pattern in rules if re.search(pattern, weight.path)]
         if len(matching) > 1:
@@ -83,7 +83,7 @@ def axes_by_rules(rules: Rules, weights: Mapping[Hashable, Weight]) -> dict[Hash
                     f"A rule of layout has an entry for each axis of its weights, and {pattern!r} has {len(axes)} for "
                     f"{weight.path!r} of shape {weight.shape}. Write {len(weight.shape)} entries."
                 )
-            found[key] = list(axes).index(AXIS_NAME) if AXIS_NAME in axes else None
+            shard_axes[key] = list(axes).index(AXIS_NAME) if AXIS_NAME in axes else None
     for pattern in rules:
         if not any(re.search(pattern, weight.path) for weight in weights.values()):
             paths = [weight.path for weight in weights.values()]
@@ -92,4 +92,4 @@ def axes_by_rules(rules: Rules, weights: Mapping[Hashable, Weight]) -> dict[Hash
                 f"A rule of layout must name a weight, and {pattern!r} is found in no path of the model, such as "
                 f"{near!r}. Change or remove the rule."
             )
-    return found
+    return shard_axes

@@ -1,7 +1,7 @@
-"""Values on the devices of the shards: whole on the first device, or in pieces.
+"""Values that are sharded over devices, and transfers between the devices.
 
-The gradient of a transfer returns to the device that sent the value, so that the backward pass of each operation runs
-where its forward pass did.
+The gradient of a transfer is sent back to the source, so that the backward pass of each operation runs on the device of
+its forward pass.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar.reduction.vocabulary import gathered_classes
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pieces:
-    """A value in pieces along an axis, one on each device.
+class ShardedValue:
+    """A value that is sharded along an axis.
 
     Args:
-        tensors: The pieces, `[batch, ...]` each.
-        axis: The divided axis, from the end.
-        mask: The Keras mask of the whole value, on the first device; None for none.
+        tensors: The shard on each device, `[batch, ...]`.
+        axis: The sharded axis, counted from the end.
+        mask: The Keras mask of the whole value on the first device, or None.
     """
 
     tensors: tuple[tf.Tensor, ...]
@@ -32,10 +32,10 @@ class Pieces:
 
 
 def sent(value: Any, source: str, target: str) -> Any:
-    """Send a tensor from the device of one shard to that of another; its gradient is sent back.
+    """Send a tensor to another device; its gradient is sent back.
 
     Args:
-        value: A tensor on the source; a sparse or ragged one is sent in its parts.
+        value: A dense, sparse or ragged tensor on the source.
         source: A device.
         target: A device.
     """
@@ -56,47 +56,47 @@ def _sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
 
         return arrived, back
 
-    with tf.device(target):  # else the operation of the custom gradient would take both tensors to the first device
+    with tf.device(target):  # or the custom gradient would move both tensors to the first device
         return transfer(tensor)
 
 
-def gathered(pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> tf.Tensor:
-    """Return pieces as one tensor on the first device.
+def gathered(shards: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> tf.Tensor:
+    """Gather shards on the first device.
 
     Args:
-        pieces: The piece on each device.
-        axis: The divided axis.
+        shards: The shards, one on each device.
+        axis: The sharded axis.
         devices: The devices.
     """
     home = devices[0]
     with tf.device(home):
-        whole = tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
-    return whole if axis != -1 else gathered_classes.note_pieces(whole, ClassPieces(pieces, devices))
+        whole = tf.concat([sent(shard, device, home) for shard, device in zip(shards, devices, strict=True)], axis)
+    return whole if axis != -1 else gathered_classes.note_shards(whole, ClassShards(shards, devices))
 
 
 def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
-    """Return the sum of the partial results of the shards, in their order, on the first device.
+    """Add up partial results on the first device, in the order of the devices.
 
     Args:
-        partial: The partial result on each device.
+        partial: The partial result of each device.
         devices: The devices.
     """
     home = devices[0]
     total = partial[0]
-    for one, device in zip(partial[1:], devices[1:], strict=True):
-        arrived = sent(one, device, home)
+    for result, device in zip(partial[1:], devices[1:], strict=True):
+        arrived = sent(result, device, home)
         with tf.device(home):
             total = total + arrived
     return total
 
 
-def divided(tensor: Any, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> tuple[Any, ...]:
-    """Return a whole tensor of the first device in pieces.
+def split(tensor: Any, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> tuple[Any, ...]:
+    """Split a whole tensor on the first device into shards.
 
     Args:
-        tensor: A dense tensor, or a sparse one `[batch, ..., columns]`, which is divided by its columns.
-        sizes: The size of each piece.
-        axis: The axis to divide.
+        tensor: A dense tensor, or a sparse one `[batch, ..., columns]`, which is split by columns.
+        sizes: The size of each shard.
+        axis: The axis to shard.
         devices: The devices.
     """
     with tf.device(devices[0]):

@@ -1,10 +1,10 @@
-"""Tensor parallelism inside of the stages of a pipeline: each stage on several devices, which divide its layers.
+"""Tensor parallelism inside pipeline stages: each stage runs on several devices.
 
     replica 0   stage 0: devices 0 1 ─► stage 1: devices 2 3
     replica 1   stage 0: devices 4 5 ─► stage 1: devices 6 7
 
-A stage receives and sends whole values on its first device, so that each has a sharding of its own. Scores of classes
-go to the loss in pieces. A weight that several stages read stays whole.
+Stages are sharded independently: each receives and sends whole values on its first device. Only class scores are sent
+to the loss in shards. A weight that several stages read stays whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tfpar._compat.models import keras_model
 from tfpar._compat.variables import keras_variables
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
-from tfpar.pipeline.partition.stages import Stage, owner_of, users_of
-from tfpar.placement.owners import homes
-from tfpar.sharding import updates
+from tfpar.pipeline.partition.stages import Stage, variable_owners, variable_readers
+from tfpar.placement.owners import placements
+from tfpar.placement.weight_devices import place_weights
 from tfpar.sharding.model_sharding import ModelSharding, ShardingRule
 from tfpar.sharding.offers import sharding_of
 from tfpar.sharding.placed_values import Placed, WholeValues
@@ -29,17 +29,17 @@ from tfpar.sharding.rules import Rules
 from tfpar.sharding.whole_layers import warn_of_nothing, warn_of_whole
 
 Groups = Mapping[str, Sequence[str]]
-# The regularizers that are sums over the elements of a weight, and so over its pieces.
+# Regularizers that are sums over elements, and therefore over shards.
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
-class DividedStage(NamedTuple):
-    """The layer calls of a stage, each with its sharding rule.
+class ShardedStage(NamedTuple):
+    """The layer calls of a stage with their sharding rules.
 
     Args:
         calls: Its layer calls.
         outputs: The values that it sends.
-        rules: The sharding rule of each layer call; None for one that runs on the first device alone.
+        rules: The rule of each layer call, or None for a call that only runs on the first device.
         devices: The device of each shard.
     """
 
@@ -49,7 +49,7 @@ class DividedStage(NamedTuple):
     devices: Sequence[str]
 
     def run(self, tensors: dict[Value, Any], training: bool) -> None:
-        """Add the outputs of the layer calls to `tensors`; those that the stage sends are whole, on the first device.
+        """Add the outputs of the layer calls to `tensors`. Those that the stage sends are gathered on the first device.
 
         Args:
             tensors: The inputs of the stage.
@@ -62,7 +62,7 @@ class DividedStage(NamedTuple):
 
 
 def _run_calls(calls: Sequence[Call], rules: Sequence[ShardingRule | None], placed: Placed, training: bool) -> None:
-    """Run layer calls, each by its sharding rule, and add their outputs to the values of the run."""
+    """Run layer calls by their sharding rules, and add their outputs to the values of the run."""
     rule_of = {id(call): rule for call, rule in zip(calls, rules, strict=True)}
 
     def run(call: Call, tensors: dict[Value, Any], training: bool) -> Any:
@@ -80,10 +80,10 @@ def _run_calls(calls: Sequence[Call], rules: Sequence[ShardingRule | None], plac
 
 
 def groups_of(devices: Sequence[str], num_shards: int) -> dict[str, list[str]]:
-    """Return consecutive devices by the first of each group; nothing for one shard.
+    """Group consecutive devices. Returns the groups by their first device, or nothing for a single shard.
 
     Args:
-        devices: Names of devices, as many for each group.
+        devices: Names of devices.
         num_shards: The size of a group.
 
     Example:
@@ -96,7 +96,7 @@ def groups_of(devices: Sequence[str], num_shards: int) -> dict[str, list[str]]:
     return {names[first]: names[first : first + num_shards] for first in range(0, len(names), num_shards)}
 
 
-def divide_stages(
+def shard_stages(
     model: keras.Model,
     graph: Graph,
     stages: Sequence[Stage],
@@ -105,50 +105,52 @@ def divide_stages(
     user_rules: Rules | None = None,
     *,
     warns: bool = False,
-) -> dict[int, tuple[ModelSharding, DividedStage]]:
-    """Divide the layer calls of each stage, and place the weights of a model on the devices of their stages.
+) -> dict[int, tuple[ModelSharding, ShardedStage]]:
+    """Choose how each stage is sharded, and place the weights of a model on the devices of their stages.
 
     Args:
         model: A model with built layers.
         graph: Its layer calls.
         stages: Its stages.
         devices: The first device of each stage, for each replica.
-        groups: The devices of the shards, by the first of them.
-        user_rules: Rules of the user for all weights; None to choose from the graph.
-        warns: Whether to warn if no layer is divided, or a large one stays whole.
+        groups: The devices of each group, by the first of them.
+        user_rules: The user's rules for all weights, or None for an automatic choice.
+        warns: Whether to warn if no layer is sharded, or if a large one is not.
 
     Returns:
-        The sharding and the layer calls of each stage in the first replica, by its index.
+        The sharding and the layer calls of each stage in the first replica, by the index of the stage.
 
     Raises:
         ValueError: If a rule does not fit the model, or its stages.
     """
     whole = _whole(model, graph, stages)
-    found = {}
+    sharded = {}
     for stage, first in zip(stages, devices[0], strict=True):
         sharding = sharding_of(model, graph, len(groups[first]), user_rules, stage.calls, whole)
-        found[stage.index] = sharding, DividedStage(stage.calls, stage.outputs, sharding.rules, groups[first])
-    home_of = homes(model, owner_of(stages, model.variables), len(devices))
+        sharded[stage.index] = sharding, ShardedStage(stage.calls, stage.outputs, sharding.rules, groups[first])
+    home_of = placements(model, variable_owners(stages, model.variables), len(devices))
 
     def devices_of(variable: Any) -> list[str]:
         replica, stage = home_of[id(variable)]
         return list(map(keras_variables.full_name, groups[devices[replica][stage]]))
 
-    divisions = {key: division for sharding, _ in found.values() for key, division in sharding.weights.items()}
-    reasons = {name: why for sharding, _ in found.values() for name, why in sharding.whole.items()}
-    if warns and not divisions:
+    shardings = {key: cut for sharding, _ in sharded.values() for key, cut in sharding.weights.items()}
+    reasons = {name: why for sharding, _ in sharded.values() for name, why in sharding.whole.items()}
+    if warns and not shardings:
         warn_of_nothing(model, reasons)
     elif warns and user_rules is None:
-        warn_of_whole(model, graph.calls, divisions, reasons)
-    updates.place(model, divisions, devices_of)
-    return found
+        warn_of_whole(model, graph.calls, shardings, reasons)
+    place_weights(model, devices_of, shardings)
+    return sharded
 
 
 def _whole(model: keras.Model, graph: Graph, stages: Sequence[Stage]) -> dict[int, str]:
-    """Return the reasons against the division of variables in a pipeline, by the variable's `id`."""
-    found = {
-        id(one): "its regularizer is no sum over its elements"
-        for one in model.variables
-        if one.regularizer is not None and type(one.regularizer) not in _SUMS
+    """Return why some variables must stay whole, by the variable's `id`."""
+    reasons = {
+        id(variable): "its regularizer is not a sum over its elements"
+        for variable in model.variables
+        if variable.regularizer is not None and type(variable.regularizer) not in _SUMS
     }
-    return found | {key: "several stages read it" for key, users in users_of(stages).items() if len(users) > 1}
+    return reasons | {
+        key: "several stages read it" for key, users in variable_readers(stages).items() if len(users) > 1
+    }

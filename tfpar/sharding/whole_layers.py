@@ -1,4 +1,4 @@
-"""What is divided and what stays whole: the lines of a preview, and warnings."""
+"""Warnings and preview lines about layers that are not sharded."""
 
 from __future__ import annotations
 
@@ -13,55 +13,56 @@ from tfpar.placement.owners import num_bytes
 from tfpar.sharding.model_sharding import ModelSharding
 
 _LARGE_PART = 0.25  # of the bytes of all weights
-_NUM_CLASSES, _SMALL_PART = 3, 0.01  # that a line names at most, and of which it names none
+_NUM_CLASSES, _SMALL_PART = 3, 0.01  # the most classes in a line, and the least part of the bytes to be named
 
 
 def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str]) -> None:
-    """Warn that no layer of a model is divided.
+    """Warn that no layer of a model is sharded.
 
     Args:
         model: The model.
-        reasons: For each large whole layer call its name and the reason; empty where rules keep all of them whole.
+        reasons: The name of each large call that is not sharded, with the reason. Empty if the user's rules keep all
+            weights whole.
     """
     if not model.weights:
         return
     name, reason = next(iter(reasons.items()), ("", "its rules keep all weights whole"))
     where = f"{name!r}: {reason}" if name else reason
     user_warnings.warn(
-        f"No layer of {model.name!r} is divided ({where}), and the first device of its shards computes all of it. Use "
+        f"No layer of {model.name!r} is sharded ({where}), and the first device of its shards computes all of it. Use "
         "Mirrored, or a Pipeline without num_shards."
     )
 
 
 def warn_of_whole(
-    model: keras.Model, calls: Sequence[Call], divided: Container[Hashable], reasons: Mapping[str, str]
+    model: keras.Model, calls: Sequence[Call], sharded: Container[Hashable], reasons: Mapping[str, str]
 ) -> None:
-    """Warn of a large part of the weights that stays whole, in large layers or in many small ones.
+    """Warn if a large part of the weights is not sharded, in large layers or in many small ones.
 
     Args:
         model: The model.
         calls: Its layer calls.
-        divided: The `id` of each divided weight.
-        reasons: For each large whole layer call its name and the reason.
+        sharded: The `id` of each sharded weight.
+        reasons: The name of each large call that is not sharded, with the reason.
     """
-    share, line = whole_share(model, calls, divided, reasons)
+    share, line = whole_share(model, calls, sharded, reasons)
     if share >= _LARGE_PART:
         user_warnings.warn(f"{line[0].upper()}{line[1:]}. The first device holds and computes them alone.")
 
 
 def whole_share(
-    model: keras.Model, calls: Sequence[Call], divided: Container[Hashable], reasons: Mapping[str, str]
+    model: keras.Model, calls: Sequence[Call], sharded: Container[Hashable], reasons: Mapping[str, str]
 ) -> tuple[float, str]:
-    """Return the share of the bytes of the weights that stays whole, and a line that names the largest classes.
+    """Return the share of the bytes of weights that are not sharded, and a line about the largest layer classes.
 
     Args:
         model: The model.
         calls: Its layer calls.
-        divided: The `id` of each divided weight.
-        reasons: For each large whole layer call its name and the reason.
+        sharded: The `id` of each sharded weight.
+        reasons: The name of each large call that is not sharded, with the reason.
     """
     all_bytes = sum(map(num_bytes, model.weights)) or 1
-    left = {id(weight): num_bytes(weight) for weight in model.weights if id(weight) not in divided}
+    left = {id(weight): num_bytes(weight) for weight in model.weights if id(weight) not in sharded}
     share = sum(left.values()) / all_bytes
     shares, names = collections.defaultdict[str, float](float), collections.defaultdict[str, list[str]](list)
     for call in calls:
@@ -76,14 +77,14 @@ def whole_share(
 
 
 def _class_line(kind: str, share: float, names: Sequence[str], reasons: Mapping[str, str]) -> str:
-    """Return the text for the whole layer calls of a class, with the reason of the first large one."""
+    """Describe the calls of a layer class that are not sharded, with the reason of the first large one."""
     name = next((name for name in names if name in reasons), names[0])
     which = repr(name) if len(names) == 1 else f"{len(names)} of the class {kind} such as {name!r}"
-    return f"{which} ({100 * share:.0f} %: {reasons.get(name) or 'their weights are small or cannot be divided'})"
+    return f"{which} ({100 * share:.0f} %: {reasons.get(name) or 'their weights are small or cannot be sharded'})"
 
 
 def lines_of(calls: Sequence[Call], sharding: ModelSharding) -> list[str]:
-    """Return a line for each divided and each large whole layer call.
+    """Return a line for each sharded call, and for each large call that is not.
 
     Args:
         calls: The layer calls of a model or of a stage.
@@ -92,5 +93,5 @@ def lines_of(calls: Sequence[Call], sharding: ModelSharding) -> list[str]:
     rules = {
         call.name: rule.name for call, rule in zip(calls, sharding.rules, strict=True) if rule is not None and rule.cuts
     }
-    lines = [f"{name} is divided by {rule}" for name, rule in rules.items()]
+    lines = [f"{name} is sharded by {rule}" for name, rule in rules.items()]
     return lines + [f"{name} is whole: {reason}" for name, reason in sharding.whole.items()]

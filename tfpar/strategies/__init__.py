@@ -1,4 +1,4 @@
-"""One file a strategy; each supplies only how a step runs."""
+"""Strategies: constructors that turn their arguments into a layout, a job and an engine."""
 
 from tfpar.engines.distributed import Distributed
 from tfpar.strategies.base import Strategy

@@ -1,4 +1,4 @@
-"""What a user gives a trainer: where the model trains, and how."""
+"""The base class of strategies: where and how a model trains."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """Decide where a model trains: a layout of devices, and the engine that runs the steps there.
+    """Base class of strategies: a layout of devices and the engine that runs the steps on them.
 
     Args:
         layout: The grid of replicas, stages and shards.
-        engine: Runs the steps.
+        engine: The engine that runs the steps.
 
     Example:
         >>> strategy: tfpar.Strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])
@@ -39,17 +39,17 @@ class Strategy:
 
     @property
     def job(self) -> Job:
-        """The workers that train the model, of which this process is one."""
+        """The workers that train the model together, including this process."""
         return self.engine.job
 
     @property
     def num_workers(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return self.job.num_workers
 
     @property
     def rank(self) -> int:
-        """The number of this worker."""
+        """Rank of this worker; 0 without other workers."""
         return self.job.rank
 
     @property
@@ -59,29 +59,29 @@ class Strategy:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas, on all workers together; of a `Hybrid` those of this worker."""
+        """Number of replicas, on all workers together; for `Hybrid`, those of this worker."""
         return self.engine.num_replicas
 
     @property
     def devices(self) -> Sequence[Any]:
-        """The devices of this process, or those of all workers that it uses."""
+        """The devices that this process uses; with `across_workers=True`, those of all workers."""
         return self.engine.devices
 
     @property
     def device_names(self) -> list[str]:
-        """The devices in words; those of other workers with their rank."""
+        """Readable names of `devices`; those of other workers include their rank."""
         return self.engine.device_names
 
     def describe(self) -> str:
-        """Return one line with the devices and their roles."""
+        """Return a one-line description of the devices and their roles."""
         return f"{type(self).__name__} of {self.layout.describe(self.layout.labels(self.device_names))}"
 
     def __repr__(self) -> str:
-        """Return the description, which a notebook shows."""
+        """Return the description, for notebooks."""
         return f"<{self.describe()}>"
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a user builds a model for this strategy; its `fit` is that of a trainer.
+        """Return a context in which to build models for this strategy; their `fit` is that of a trainer.
 
         Example:
             >>> with tfpar.Mirrored().scope():
@@ -91,20 +91,20 @@ class Strategy:
         return model_scopes.scope(self)
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
-        """Return a preview of a step: a row for each device of this worker, or for each stage.
+        """Return a preview of a step, with a row per device of this worker or per stage.
 
         Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: The local batch of this worker, `(inputs, targets, sample_weight)` as far as given.
+            model: A model prepared by `Trainer.build` or `fit`.
+            batch: The local batch of this worker, `(inputs, targets, sample_weight)`; the last two are optional.
         """
         return self.engine.preview(model, batch, self.describe())
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Measure when each action of a scheduled step runs.
+        """Run a step and measure when each action of its schedule runs; no weight changes.
 
         Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+            model: A model prepared by `Trainer.build` or `fit`.
+            batch: A global batch, `(inputs, targets, sample_weight)`; the last two are optional.
 
         Raises:
             ValueError: If the strategy has no schedule.
@@ -112,14 +112,14 @@ class Strategy:
         return self._scheduled().trace(model, batch)
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step; no weight changes. All workers must call it.
+        """Predict the time of a step from measurements of its stages; no weight changes. All workers must call it.
 
         Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+            model: A model prepared by `Trainer.build` or `fit`.
+            batch: A global batch, `(inputs, targets, sample_weight)`; the last two are optional.
 
         Raises:
-            ValueError: If the strategy has no schedule, or the model was not prepared since it was last compiled.
+            ValueError: If the strategy has no schedule, or the model was compiled since it was prepared.
 
         Example:
             >>> batch = trainer.build(dataset)

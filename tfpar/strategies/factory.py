@@ -1,4 +1,4 @@
-"""The strategy of a run, created from its settings."""
+"""Strategies from the settings of a run or from a layout."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _NOT_ARGUMENTS = ("kind", "num_logical_cpus")
 
 
 def from_settings(settings: config.Strategy) -> Strategy:
-    """Create the strategy of a run; split the CPU into logical CPUs first if the settings say so.
+    """Create the strategy of a run; first split the CPU into logical CPUs if the settings ask for it.
 
     Args:
-        settings: The `strategy` section of the configuration.
+        settings: The `[strategy]` section of a configuration.
 
     Raises:
-        ValueError: If a device does not exist, or the strategy refuses another setting.
-        RuntimeError: If TensorFlow has started with another number of CPU devices.
+        ValueError: If a device does not exist, or the strategy refuses a setting.
+        RuntimeError: If TensorFlow has already started with another number of CPU devices.
 
     Example:
         >>> from_settings(config.SingleDevice()).describe()
@@ -49,8 +49,8 @@ def from_settings(settings: config.Strategy) -> Strategy:
     if isinstance(settings, config.Auto):
         settings = _automatic(settings, num_workers)
     across = isinstance(settings, config.Pipeline) and settings.across_workers
-    of_workers = isinstance(settings, config.MultiWorker | config.Hybrid | config.TensorParallel)
-    if num_workers > 1 and not (of_workers or across):
+    trains_together = isinstance(settings, config.MultiWorker | config.Hybrid | config.TensorParallel)
+    if num_workers > 1 and not (trains_together or across):
         raise ValueError(
             f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
             'train a separate model in each. Set "multi_worker", "hybrid", "tensor_parallel" or "auto", or start one '
@@ -59,16 +59,16 @@ def from_settings(settings: config.Strategy) -> Strategy:
     names = [name for name in type(settings).model_fields if name not in _NOT_ARGUMENTS]
     arguments = {name: getattr(settings, name) for name in names}
     if isinstance(settings, config.Hybrid):
-        of_grid = {name: arguments.pop(name) for name in config.Hybrid.OF_GRID}
-        # A pipeline over all workers connects them, before the grid.
-        seconds = {name: of_grid[name] for name in ("form_seconds", "silence_seconds")}
-        return Hybrid(Pipeline(**arguments, **seconds), **of_grid)
+        grid = {name: arguments.pop(name) for name in config.Hybrid.OF_GRID}
+        # A pipeline across workers connects them before the grid does.
+        seconds = {name: grid[name] for name in ("form_seconds", "silence_seconds")}
+        return Hybrid(Pipeline(**arguments, **seconds), **grid)
     if isinstance(settings, config.TensorParallel):
-        of_grid = {name: arguments.pop(name) for name in ("num_replicas", "shard")}
+        grid = {name: arguments.pop(name) for name in ("num_replicas", "shard")}
         seconds = {name: arguments.pop(name) for name in ("form_seconds", "silence_seconds")}
         if settings.num_replicas > 1 or num_workers > 1:
-            of_grid |= seconds if num_workers > 1 else {}
-            return Hybrid(TensorParallel(settings.num_shards, settings.layout), devices=settings.devices, **of_grid)
+            grid |= seconds if num_workers > 1 else {}
+            return Hybrid(TensorParallel(settings.num_shards, settings.layout), devices=settings.devices, **grid)
     return _CLASSES[settings.kind](**arguments)
 
 
@@ -77,34 +77,33 @@ def of_layout(layout: Layout, devices: Sequence[str] | None = None, **settings: 
 
     Args:
         layout: The layout.
-        devices: Names of the devices of a worker, of which the layout uses the first; None for those there are.
-        **settings: Other arguments of the strategy's constructor.
+        devices: Device names of a worker, of which the layout uses the first; None for all devices.
+        **settings: Further arguments of the strategy's constructor.
 
     Raises:
-        ValueError: If a device does not exist, or the strategy has no such argument.
+        ValueError: If a device does not exist, or the strategy does not take an argument.
 
     Example:
         >>> of_layout(Layout(num_stages=2, num_microbatches=8), balance="parameters").describe()
         'Pipeline of 2 stages on CPU:0, CPU:1, 8 micro-batches, 1f1b'
     """
-    of_layout = layout.settings if devices is None else layout.settings_on(devices)
-    return from_settings(config.with_layout(config.SingleDevice(), {**of_layout, **settings}))
+    section = layout.settings if devices is None else layout.settings_on(devices)
+    return from_settings(config.with_layout(config.SingleDevice(), {**section, **settings}))
 
 
 def _split_cpu(settings: config.Strategy) -> None:
     if isinstance(settings, config.SingleDevice) or settings.num_logical_cpus == 1:
         return
-    # The devices compute at the same time: each uses an equal part of the cores.
+    # The devices compute at the same time, so they share the cores equally.
     named = {name.rpartition("/")[2] for name in settings.devices or ()}
     num_cores = cores.num_allowed_cores() // (len(named) or settings.num_logical_cpus)
     cluster.use_logical_cpus(settings.num_logical_cpus, max(1, num_cores))
 
 
 def _automatic(settings: config.Auto, num_workers: int) -> config.Strategy:
-    """Return the settings of the kind that fits this process."""
-    chosen = settings.model_dump(exclude={"kind"})
+    """Resolve `kind = "auto"` to the kind that fits this process."""
     if num_workers > 1:
-        return config.MultiWorker(**chosen)
+        return config.MultiWorker(**settings.model_dump(exclude={"kind"}))
     devices = settings.devices or tf.config.list_logical_devices("GPU")
     if len(devices) > 1 or settings.num_logical_cpus > 1:
         return config.with_layout(settings, {"kind": "mirrored", "devices": settings.devices})

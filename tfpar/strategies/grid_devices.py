@@ -1,4 +1,4 @@
-"""The devices of a grid of replicas and stages, on one machine or on the workers of a job."""
+"""Devices for a grid of replicas and stages, on this machine or across the workers of a job."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import NamedTuple
 from tfpar import cluster
 
 
-class LentDevices(NamedTuple):
-    """The devices of the workers of a job, which its first process uses.
+class WorkerDevices(NamedTuple):
+    """The devices of all workers of a job, which the first process uses.
 
     Args:
-        addresses: The address of each worker, by rank.
-        of_workers: The devices of each worker, full names.
+        addresses: Address of each worker, by rank.
+        by_worker: Full names of the devices of each worker, by rank.
     """
 
     addresses: Sequence[str]
-    of_workers: Sequence[Sequence[str]]
+    by_worker: Sequence[Sequence[str]]
 
 
 def on_this_machine(
     num_replicas: int, per_replica: int, devices: Sequence[str] | None, *, starts: bool = True
 ) -> list[str]:
-    """Return the devices of a grid, those of the first replica first: the given ones, or the first of this machine.
+    """Return the devices of a grid on this machine, by replica.
 
     Args:
         num_replicas: Number of replicas.
-        per_replica: Number of devices of each.
-        devices: The given ones.
-        starts: Whether TensorFlow may start: several workers must connect before.
+        per_replica: Devices per replica.
+        devices: Device names; None for the first devices of this machine.
+        starts: Whether TensorFlow may start; several workers must connect first.
 
     Raises:
         ValueError: If the grid does not fit the devices.
@@ -46,9 +46,9 @@ def on_this_machine(
 
 
 def across_workers(
-    num_replicas: int, per_replica: int, lent: LentDevices, devices: Sequence[str] | None
+    num_replicas: int, per_replica: int, workers: WorkerDevices, devices: Sequence[str] | None
 ) -> list[list[str]]:
-    """Return the possible orders of the devices of a grid on several workers, those of the first replica first.
+    """Return the possible orders of the devices of a grid across workers, each by replica.
 
                           worker 0             worker 1
         stages together   0.0 0.1 0.2 0.3      1.0 1.1 1.2 1.3     replica.stage: activations stay on a machine
@@ -56,33 +56,35 @@ def across_workers(
 
     Args:
         num_replicas: Number of replicas.
-        per_replica: Number of devices of each.
-        lent: The devices of the workers.
-        devices: Names in the only order to return, such as `"1/GPU:0"` of worker 1; None for as many of each worker.
+        per_replica: Devices per replica.
+        workers: Devices of all workers.
+        devices: Names of devices in the order to use, such as `"1/GPU:0"` for a device of worker 1; None to use the
+            same number of devices of each worker.
 
     Raises:
         ValueError: If the grid does not fit the devices, or a name is wrong.
     """
     if devices is not None:
-        return [_named(num_replicas, per_replica, lent, devices)]
-    number, num_workers = num_replicas * per_replica, len(lent.addresses)
-    each = number // num_workers
-    if number % num_workers or min(map(len, lent.of_workers)) < each:
-        raise ValueError(_misfit(num_replicas, per_replica, lent))
-    found = [device for of_one in lent.of_workers for device in of_one[:each]]
+        return [_named(num_replicas, per_replica, workers, devices)]
+    number, num_workers = num_replicas * per_replica, len(workers.addresses)
+    per_worker = number // num_workers
+    if number % num_workers or min(map(len, workers.by_worker)) < per_worker:
+        raise ValueError(_misfit(num_replicas, per_replica, workers))
+    by_replica = [device for names in workers.by_worker for device in names[:per_worker]]
     if num_replicas > 1:
-        cluster.check_one_kind("A grid over workers", [_without_rank(cluster.short_name(device)) for device in found])
+        kinds = [_without_rank(cluster.short_name(device)) for device in by_replica]
+        cluster.check_one_kind("A grid over workers", kinds)
     by_stage = [
-        found[stage * num_replicas + replica] for replica in range(num_replicas) for stage in range(per_replica)
+        by_replica[stage * num_replicas + replica] for replica in range(num_replicas) for stage in range(per_replica)
     ]
-    return [found] if each == 1 or found == by_stage else [found, by_stage]
+    return [by_replica] if per_worker == 1 or by_replica == by_stage else [by_replica, by_stage]
 
 
 def listed(devices: Sequence[str]) -> list[str]:
-    """Return names of devices as a list; refuse what is no list of texts.
+    """Return device names as a list.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If `devices` is not a list of strings.
     """
     is_list = isinstance(devices, Sequence) and not isinstance(devices, str)
     if not is_list or not all(isinstance(name, str) for name in devices):
@@ -94,9 +96,9 @@ def _without_rank(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _named(num_replicas: int, per_replica: int, lent: LentDevices, devices: Sequence[str]) -> list[str]:
+def _named(num_replicas: int, per_replica: int, workers: WorkerDevices, devices: Sequence[str]) -> list[str]:
     names = [name.upper() for name in listed(devices)]
-    existing = {cluster.short_name(device): device for of_one in lent.of_workers for device in of_one}
+    existing = {cluster.short_name(device): device for devices in workers.by_worker for device in devices}
     if any(name not in existing or names.count(name) > 1 for name in names):
         raise ValueError(
             f"devices must name different devices of the workers, each after the rank of its worker, received "
@@ -112,12 +114,12 @@ def _named(num_replicas: int, per_replica: int, lent: LentDevices, devices: Sequ
     return [existing[name] for name in names]
 
 
-def _misfit(num_replicas: int, per_replica: int, lent: LentDevices) -> str:
-    sizes, num_workers = list(map(len, lent.of_workers)), len(lent.addresses)
+def _misfit(num_replicas: int, per_replica: int, workers: WorkerDevices) -> str:
+    sizes, num_workers = list(map(len, workers.by_worker)), len(workers.addresses)
     if len(set(sizes)) == 1:
         received = f"{num_workers} workers x {sizes[0]} device{'s' * (sizes[0] > 1)}"
     else:
-        numbered = enumerate(zip(sizes, lent.addresses, strict=True))
+        numbered = enumerate(zip(sizes, workers.addresses, strict=True))
         received = ", ".join(f"{size} of worker {rank} ({address})" for rank, (size, address) in numbered)
     grids = _grids(num_workers * min(sizes))
     if num_replicas == 1:
@@ -140,5 +142,5 @@ def _each_device(num_replicas: int, per_replica: int) -> str:
 
 
 def _grids(number: int) -> str:
-    """Return the grids of all of some number of devices, replicas first."""
+    """List the grids with this number of devices, as `replicas x devices`."""
     return ", ".join(f"{number // size} x {size}" for size in range(1, number + 1) if not number % size)

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: a grid of replicas and stages on the devices of this machine, or of every worker of a job."""
+"""Replicas of a pipeline: a grid of replicas, stages and shards on this machine or across workers."""
 
 from __future__ import annotations
 
@@ -22,46 +22,45 @@ from tfpar.workers import preflight, remote_devices
 
 
 class Hybrid(Strategy):
-    """Train a model in stages on several replicas of a pipeline, equal to one device.
+    """Data parallelism over replicas that are pipelines or tensor-parallel, with the results of one device.
 
                    stage 0     stage 1
-        replica 0  device 0 ─► device 1     the first half of every global batch
-        replica 1  device 2 ─► device 3     the second half
+        replica 0  device 0 ─► device 1     first half of every global batch
+        replica 1  device 2 ─► device 3     second half
 
-    Every global batch is divided over the replicas, and each runs the schedule of the pipeline on the micro-batches of
-    its share. The gradients of a stage are summed over the replicas as soon as its last backward pass has run on each,
-    and one update follows. Each weight belongs to one device of the process, which holds its optimizer state and
-    updates it; the other replicas copy the weight at the beginning of a step.
+    Each replica runs the pipeline's schedule on the micro-batches of its per-replica batch. The gradients of a stage
+    are summed over the replicas once all of them have finished its last backward pass, and one update follows. Each
+    weight is owned by one device of the process, which holds its optimizer state and updates it; the other replicas
+    copy the weight at the beginning of a step.
 
-    In a job of several workers (TF_CONFIG or Slurm, as for `MultiWorker`) every worker has such a grid on its own
-    devices. The gradients of each stage are all-reduced over the workers.
+    In a job of several workers (TF_CONFIG or Slurm, as for `MultiWorker`), every worker has such a grid on its own
+    devices, and the gradients of each stage are all-reduced over the workers.
 
-    Of a pipeline with `across_workers=True`, one grid is on the devices of all workers, as many of each: the first
-    process runs the steps. Each worker has the stages of a replica, or the replicas of a stage, whichever lets fewer
-    bytes cross between workers; `preview` says which.
+    The grid depends on the first argument:
 
-    Of a pipeline with `num_shards`, the grid has replicas x stages x shards; the devices of a stage are consecutive.
-
-    Of a `TensorParallel`, each replica has the shards of every layer on its own devices, and a part of every global
-    batch as its one micro-batch.
+    - A pipeline with `across_workers=True`: a single grid spans the workers, with the same number of devices on each,
+      and the first process runs the steps. A worker holds all stages of some replicas or all replicas of some stages,
+      whichever sends fewer bytes between workers; `preview` shows the choice.
+    - A pipeline with `num_shards`: replicas x stages x shards, with consecutive devices for the shards of a stage.
+    - A `TensorParallel`: each replica divides every layer over its devices and computes its per-replica batch at once.
 
     Args:
-        pipeline: The pipeline of each replica; `num_microbatches` are those of one replica. Or a `TensorParallel`.
-        num_replicas: Number of replicas in each process; with `across_workers`, in all processes together.
-        devices: Device names, those of the first replica first, with `across_workers` after the rank of their worker,
-            such as `"1/GPU:0"`; None takes as many as the grid needs.
-        all_reduce: How gradients are summed over workers: `"ring"`, on GPUs `"nccl"`, or `"auto"`.
-        form_seconds: The time limit for all workers to connect.
-        shard: `"optimizer"` divides the optimizer's state of each stage over the workers too; None divides it over the
-            replicas of a process only, which has no cost.
-        silence_seconds: The time without a heartbeat after which a worker counts as failed. A pipeline with
-            `across_workers` has both time limits of its own.
+        pipeline: The `Pipeline` or `TensorParallel` of each replica; `num_microbatches` counts per replica.
+        num_replicas: Number of replicas per process; with `across_workers`, of all processes together.
+        devices: Device names by replica; with `across_workers`, each after the rank of its worker, such as
+            `"1/GPU:0"`. None uses as many devices as the grid needs.
+        all_reduce: Algorithm that sums gradients over workers: `"ring"`, `"nccl"` (GPUs only), or `"auto"`.
+        form_seconds: Time limit for all workers to connect.
+        shard: `"optimizer"` shards the optimizer state of each stage over the workers too. None shards it over the
+            replicas of each process only, at no cost.
+        silence_seconds: Time without a heartbeat after which a worker counts as failed. Pipelines with
+            `across_workers` set both time limits themselves.
 
     Raises:
         TypeError: If `pipeline` is neither a `Pipeline` nor a `TensorParallel`.
         ValueError: If the grid does not fit the devices, or TF_CONFIG is malformed.
-        RuntimeError: If there are several workers, and TensorFlow has started already.
-        TimeoutError: If a worker does not connect in time; the message names its address.
+        RuntimeError: If there are several workers and TensorFlow has already started.
+        TimeoutError: If a worker does not connect in time; the message contains its address.
 
     Example:
         >>> tfpar.use_logical_cpus(4)
@@ -87,12 +86,12 @@ class Hybrid(Strategy):
         layout = dataclasses.replace(pipeline.layout, num_replicas=num_replicas, shard=shard)
         schedule = pipeline.schedule.replicated(num_replicas)
         names = pipeline.given_devices if devices is None else devices
-        self._lent = pipeline.lent if isinstance(pipeline, Pipeline) else None
-        if isinstance(pipeline, Pipeline) and self._lent is not None:
+        self._workers = pipeline.workers if isinstance(pipeline, Pipeline) else None
+        if isinstance(pipeline, Pipeline) and self._workers is not None:
             _check_all_reduce(all_reduce)
-            orders = grid_devices.across_workers(num_replicas, pipeline.schedule.num_devices, self._lent, names)
+            orders = grid_devices.across_workers(num_replicas, pipeline.schedule.num_devices, self._workers, names)
             assert pipeline.watch is not None
-            job = Job(self._lent.addresses[:1], reported=pipeline.watch.reported)
+            job = Job(self._workers.addresses[:1], reported=pipeline.watch.reported)
             engine = StageEngine(pipeline.settings, schedule, orders[0], other_orders=orders[1:], job=job)
             super().__init__(layout, engine)
             return
@@ -111,22 +110,22 @@ class Hybrid(Strategy):
         )
 
     def describe(self) -> str:
-        """Say in one line which devices run what."""
-        if self._lent is not None:
-            return f"Hybrid of {self.layout.describe(self._lent_devices(self._lent))}"
-        of_worker = dataclasses.replace(self.layout, num_replicas=self.num_replicas, num_workers=1)
-        grid = of_worker.describe(of_worker.labels(self.device_names))
+        """Return a one-line description of the grid and its devices."""
+        if self._workers is not None:
+            return f"Hybrid of {self.layout.describe(self._labels_by_worker(self._workers))}"
+        own_layout = dataclasses.replace(self.layout, num_replicas=self.num_replicas, num_workers=1)
+        grid = own_layout.describe(own_layout.labels(self.device_names))
         if self.num_workers == 1:
             return f"Hybrid of {grid}"
         return f"Hybrid over {self.num_workers} workers; this is worker {self.rank}, {grid}"
 
-    def _lent_devices(self, lent: grid_devices.LentDevices) -> list[str]:
-        """Return the devices of each worker: their order in the grid depends on the model."""
-        used = [[device for device in devices if device in self.devices] for devices in lent.of_workers]
-        names = [
+    def _labels_by_worker(self, workers: grid_devices.WorkerDevices) -> list[str]:
+        """Label the devices by worker; their order in the grid depends on the model."""
+        used = [[device for device in devices if device in self.devices] for devices in workers.by_worker]
+        pairs = [
             [remote_devices.label(device).rpartition(" ")[::2] for device in devices] for devices in used if devices
         ]
-        return [f"{of_worker[0][0]} {' '.join(device for _, device in of_worker)}" for of_worker in names]
+        return [f"{labels[0][0]} {' '.join(name for _, name in labels)}" for labels in pairs]
 
 
 def _check_all_reduce(all_reduce: AllReduce) -> None:

@@ -26,24 +26,24 @@ PACK_BYTES = 32 << 20
 
 
 class Mirrored(Strategy):
-    """Data parallelism on several devices of this machine, with `tf.distribute.MirroredStrategy`.
+    """Data parallelism on the devices of this machine, based on `tf.distribute.MirroredStrategy`.
 
     Every device has a replica of the model and computes its per-replica batch. The results are those of one device.
 
     Args:
-        devices: Device names such as `["GPU:0", "GPU:1"]`, or how many; None takes all GPUs, or, on a machine without
-            one, all logical CPUs (see `tfpar.use_logical_cpus`).
-        all_reduce: How gradients are summed. On GPUs `"nccl"`, `"hierarchical_copy"`, `"reduction_to_one_device"`,
-            or `"auto"` for NCCL where each replica has a GPU of its own, else `"reduction_to_one_device"`. On CPUs
-            always `"reduction_to_one_device"`.
-        pack_bytes: Small gradients of one type are sent together in packs of up to this many bytes; None for 32 MiB
-            with NCCL and hierarchical copies, and for no packs with `"reduction_to_one_device"`.
-        batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
-            every replica calls such a layer with the whole batch.
-        shard: `"optimizer"` divides the optimizer's state over the replicas (see
-            `tfpar.engines.optimizer_shards`), which sums each gradient on one device, without NCCL, hierarchical
-            copies or packs; `"weights"` also the weights and gradients (see
-            `tfpar.engines.stages.block_engine`), without the three arguments before; None keeps all of it on each.
+        devices: Device names such as `["GPU:0", "GPU:1"]`, or the number of devices. None uses all GPUs or, on a
+            machine without GPUs, all logical CPUs (see `tfpar.use_logical_cpus`).
+        all_reduce: Algorithm that sums gradients. On GPUs: `"nccl"`, `"hierarchical_copy"`,
+            `"reduction_to_one_device"`, or `"auto"`, which is NCCL if each replica has a physical GPU of its own, else
+            `"reduction_to_one_device"`. On CPUs: always `"reduction_to_one_device"`.
+        pack_bytes: Small gradients of the same type are sent together in packs of up to this many bytes. None means
+            32 MiB with NCCL and hierarchical copies, and no packs with `"reduction_to_one_device"`.
+        batch_dependent_layers: `"refuse"`: raise an error for layers whose output for an example depends on the other
+            examples. `"gather"`: call such layers with the whole batch on every replica.
+        shard: `"optimizer"`: shard the optimizer state over the replicas (ZeRO stages 1 and 2); each gradient is
+            summed on one device, without NCCL, hierarchical copies or packs. `"weights"`: also shard weights and
+            gradients (ZeRO stage 3, FSDP); `all_reduce`, `pack_bytes` and `batch_dependent_layers` must keep their
+            defaults. None: replicate everything.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
@@ -69,7 +69,7 @@ class Mirrored(Strategy):
         check_shard(shard)
         names = _resolved(devices)
         if shard == "weights":
-            # A model in blocks runs on the other engine, which most users of replicas do not need.
+            # Imported here: most users of replicas do not need the engine of stages.
             from tfpar.engines.stages.block_engine import BlockEngine, check_without_effect
 
             check_without_effect("all_reduce", all_reduce, "auto")
@@ -89,7 +89,7 @@ class Mirrored(Strategy):
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
-        """Return the tfpar strategy for the `tf.distribute.MirroredStrategy` in whose scope a model was built."""
+        """Wrap the `tf.distribute.MirroredStrategy` in whose scope a model was built."""
         mirrored = cls.__new__(cls)
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         names = [f"{device.device_type}:{device.device_index}" for device in devices]
@@ -100,19 +100,19 @@ class Mirrored(Strategy):
         return mirrored
 
     def describe(self) -> str:
-        """Return one line with the devices of the replicas."""
+        """Return a one-line description of the replicas and their devices."""
         return f"Mirrored over {self.layout.describe(self.device_names)}"
 
 
 class MirroredReplicas(ReplicaEngine):
-    """The replicas of a `tf.distribute.MirroredStrategy`.
+    """The engine of `Mirrored`, on a `tf.distribute.MirroredStrategy`.
 
     Args:
-        strategy: The strategy.
+        strategy: The `tf.distribute` strategy.
         devices: Short names of its devices.
         pack_bytes: As for `ReplicaEngine`.
         batch_dependent_layers: As for `ReplicaEngine`.
-        shard: What the replicas divide; None for nothing.
+        shard: `"optimizer"` to shard the optimizer state over the replicas; None to replicate it.
     """
 
     _merges = chooses_xla = True
@@ -134,8 +134,8 @@ class MirroredReplicas(ReplicaEngine):
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
         *batch, _ = batch
         outputs = self._runs_of(model).predict(model, batch, lambda outputs: outputs)
-        # On the host, where they are returned: the outputs of all replicas need not fit on one device. If every replica
-        # computed the whole batch, only the outputs of the first replica count.
+        # Joined on the host, as the outputs of all replicas may not fit on one device. If every replica computed the
+        # whole batch, only the outputs of the first count.
         with tf.device(HOST):
             return data.take_rows(data.join_batches(outputs), 0, batch[3])
 
@@ -154,31 +154,31 @@ def _resolved(devices: Sequence[str] | int | None) -> list[str]:
     number: int | None = None
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
         devices, number = None, int(cast("int", devices))
-    found = cluster.resolve_devices(cast("Sequence[str] | None", devices))
-    if number is not None and found and not 1 <= number <= len(found):
-        others = cluster.more_devices(max(1, number), found)
+    names = cluster.resolve_devices(cast("Sequence[str] | None", devices))
+    if number is not None and names and not 1 <= number <= len(names):
+        others = cluster.more_devices(max(1, number), names)
         raise ValueError(
-            f"devices must be names, or a number from 1 to {len(found)}, received {number}. There are: {found}.{others}"
+            f"devices must be names, or a number from 1 to {len(names)}, received {number}. There are: {names}.{others}"
         )
-    if not found:  # in a job TensorFlow lists no device by a local name
+    if not names:  # in a job, TensorFlow lists no device by a local name
         raise ValueError(
             "Mirrored trains in one process, and this process has joined a job of several workers. Use MultiWorker "
             "here, or Mirrored in another process."
         )
-    cluster.check_one_kind("Mirrored", found)
-    return found[:number]
+    cluster.check_one_kind("Mirrored", names)
+    return names[:number]
 
 
 def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequence[int]) -> AllReduce:
-    """Return the all-reduce for some devices, never `"auto"`.
+    """Resolve `all_reduce` to an algorithm that runs on the devices, never `"auto"`.
 
-    TensorFlow 2.21's own choice for GPUs, and for CPUs, are collectives whose keys begin again in every strategy: the
-    second model of a process crashes ("Shape mismatch in the collective instance").
+    TensorFlow 2.21 would choose collectives whose keys restart in every strategy, and the second model of a process
+    would crash ("Shape mismatch in the collective instance").
 
     Args:
         all_reduce: The argument of the strategy.
-        devices: The devices of the replicas.
-        cards: For each device, a number that only devices on the same physical GPU share.
+        devices: Devices of the replicas.
+        cards: Number of the physical GPU of each device.
 
     Raises:
         ValueError: If the all-reduce does not run on the devices.
@@ -209,15 +209,15 @@ def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequ
 
 
 def default_pack_bytes(operations: tf.distribute.CrossDeviceOps) -> int | None:
-    """Return the bytes of a pack of gradients: None for no packs, between CPUs and on one device."""
+    """Return the default `pack_bytes` for an all-reduce; None for no packs."""
     return None if isinstance(operations, tf.distribute.ReductionToOneDevice) else PACK_BYTES
 
 
 def _cross_device_ops(all_reduce: AllReduce, devices: Sequence[str]) -> tf.distribute.CrossDeviceOps:
-    """Return TensorFlow's operations, without packs of their own.
+    """Return TensorFlow's all-reduce without its own packing.
 
-    TensorFlow 2.21 concatenates all gradients to one pack: of one type only, with twice their memory, and complete only
-    at the end of the backward pass.
+    TensorFlow 2.21 concatenates all gradients into one pack, which must be of one type, doubles their memory and is
+    complete only at the end of the backward pass.
     """
     chosen = chosen_all_reduce(all_reduce, devices, cluster.card_numbers(devices))
     if chosen == "nccl":

@@ -1,4 +1,4 @@
-"""The scope of a strategy, in which users build a model without a trainer, as in a scope of `tf.distribute`."""
+"""The scope of a strategy, in which users build a model without a trainer, as with `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import keras
 from tfpar._compat.models import keras_model
 
 
-def _leave_methods(model: keras.Model) -> None:
-    """Leave Keras' own methods."""
+def _keep_methods(model: keras.Model) -> None:
+    """Keep Keras' own methods."""
 
 
-# Gives a new model the methods of a trainer. `tfpar.drop_in` sets it, which is layers above this one.
-give_methods: Callable[[keras.Model], None] = _leave_methods
+# Gives a new model the methods of a trainer. `tfpar.drop_in`, which is above this module, sets it.
+give_methods: Callable[[keras.Model], None] = _keep_methods
 
 
 class _Engine(Protocol):
@@ -30,11 +30,7 @@ class _Strategy(Protocol):
 
 @contextlib.contextmanager
 def scope(strategy: _Strategy) -> Iterator[None]:
-    """Place the variables of new models for a strategy inside this context, and note the strategy on the models.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Create models for a strategy inside this context, and record the strategy on them."""
 
     def note(model: keras.Model) -> None:
         note_strategy(model, strategy)
@@ -45,15 +41,10 @@ def scope(strategy: _Strategy) -> Iterator[None]:
 
 
 def noted_strategy(model: keras.Model) -> Any:
-    """Return the strategy in whose scope a model was built, or that of its newest trainer since; None without scope."""
+    """Return the strategy of a model's scope or of its latest trainer; None if it was built in no scope."""
     return getattr(model, "_tfpar_scope", None)
 
 
 def note_strategy(model: keras.Model, strategy: Any) -> None:
-    """Note the strategy under which a model trains.
-
-    Args:
-        model: A model that is built in a scope.
-        strategy: The strategy of the scope, or of a trainer.
-    """
+    """Record the strategy of the scope or the trainer of a model."""
     model._tfpar_scope = strategy

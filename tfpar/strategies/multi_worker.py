@@ -1,4 +1,4 @@
-"""Data parallelism over several processes, on one machine or on many: the workers of a TF_CONFIG job."""
+"""Data parallelism over the worker processes of a job, on one machine or several."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from tfpar.workers import preflight
 
 
 class MultiWorker(Strategy):
-    """Train in several processes with `tf.distribute.MultiWorkerMirroredStrategy`, equal to one device.
+    """Data parallelism over several processes, based on `tf.distribute.MultiWorkerMirroredStrategy`.
 
-    Every worker runs the same program. The variable TF_CONFIG holds the addresses of all workers and the rank of this
-    one; `python -m tfpar.launch` and Kubeflow set it, and under `srun` the variables of Slurm replace it.
-    Without it the job has one worker. The chief, rank 0, decides for all workers and writes the files; its weights are
-    broadcast before the first step.
+    Every worker runs the same program, and the results are those of one device. The environment variable TF_CONFIG
+    holds the addresses of all workers and the rank of this one; `python -m tfpar.launch` and Kubeflow set it, and under
+    `srun` the variables of Slurm replace it. Without it the job has one worker. The chief, rank 0, decides for all
+    workers and writes the files; its weights are broadcast before the first step.
 
     Args:
-        devices: This worker's devices, such as `["GPU:0"]`; None for all GPUs, or else all logical CPUs. Every worker
-            has the same number of them.
-        all_reduce: How gradients are summed: `"ring"`, on GPUs `"nccl"`, or `"auto"` for NCCL where every replica has
-            a GPU of its own, else a ring.
+        devices: Devices of this worker, such as `["GPU:0"]`; None uses all GPUs or, without GPUs, all logical CPUs.
+            Every worker must have the same number of devices.
+        all_reduce: Algorithm that sums gradients: `"ring"`, `"nccl"` (GPUs only), or `"auto"`, which is NCCL if every
+            replica has a physical GPU of its own, else a ring.
         pack_bytes: Small gradients are sent together in packs of up to this many bytes, larger ones in slices of that
-            size; None for 4 MiB, which was fast in measurements.
-        compression: `"bfloat16"` rounds gradients to 8 bits of precision for the all-reduce, which halves its bytes;
-            None keeps their type.
-        sync: `"step"` sums the gradients of every step, with one device's result; with `"average"` every replica
-            updates its own weights, and their weights are averaged (see `tfpar.engines.workers.local_sgd`).
-        every: With `sync="average"`, the steps from one average to the next.
-        average_optimizer: With `sync="average"`, whether the optimizer's moments are averaged too; otherwise each
-            replica keeps its own, and a resumed run begins with the chief's.
-        batch_dependent_layers: The treatment of layers in which examples depend on each other: `"refuse"` them before
-            the first step, or `"gather"` the batch, so that every replica computes them on all of it.
-        shard: `"optimizer"` divides the optimizer's state over the replicas of all workers (see
-            `tfpar.engines.optimizer_shards`), `"weights"` also the weights and gradients, and the first
-            process runs all steps (see `tfpar.engines.stages.block_engine`); None keeps all of it on each.
-        form_seconds: The time limit for all workers to connect.
-        silence_seconds: The time without a heartbeat after which a worker counts as failed.
+            size. None means 4 MiB, which measured fast.
+        compression: `"bfloat16"` rounds gradients to 8 bits of precision for the all-reduce, which halves the bytes
+            sent; None keeps their type.
+        sync: `"step"` sums the gradients in every step, with the results of one device. `"average"` (local SGD) lets
+            every replica update its own weights and averages them (see `tfpar.engines.workers.local_sgd`).
+        every: Steps between two averages, with `sync="average"`.
+        average_optimizer: With `sync="average"`, whether the optimizer's moments are averaged too. Otherwise each
+            replica keeps its own, and a resumed run starts with the chief's.
+        batch_dependent_layers: `"refuse"`: raise an error for layers whose output for an example depends on the other
+            examples. `"gather"`: call such layers with the whole batch on every replica.
+        shard: `"optimizer"`: shard the optimizer state over the replicas of all workers (ZeRO stages 1 and 2).
+            `"weights"`: also shard weights and gradients (ZeRO stage 3, FSDP); the first process then runs all steps.
+            None: replicate everything.
+        form_seconds: Time limit for all workers to connect.
+        silence_seconds: Time without a heartbeat after which a worker counts as failed.
 
     Raises:
-        ValueError: If TF_CONFIG is malformed, or this process is an evaluator, or an argument is out of range.
-        RuntimeError: If TensorFlow has started already.
-        TimeoutError: If a worker does not connect in time; the message names its address.
+        ValueError: If TF_CONFIG is malformed, this process is an evaluator, or an argument is out of range.
+        RuntimeError: If TensorFlow has already started.
+        TimeoutError: If a worker does not connect in time; the message contains its address.
 
     Example:
         >>> strategy = tfpar.MultiWorker()  # right after the imports
@@ -81,7 +81,7 @@ class MultiWorker(Strategy):
         check_choice(batch_dependent_layers)
         check_shard(shard)
         if shard == "weights":
-            # A model in blocks runs on the other engine, which most users of replicas do not need.
+            # Imported here: most users of replicas do not need the engine of stages.
             from tfpar.engines.stages.block_engine import BlockEngine, check_without_effect, devices_of_workers
 
             check_without_effect("all_reduce", all_reduce, "auto")
@@ -103,7 +103,7 @@ class MultiWorker(Strategy):
 
     @classmethod
     def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
-        """Wrap a `tf.distribute.MultiWorkerMirroredStrategy` in whose scope a model was built."""
+        """Wrap the `tf.distribute.MultiWorkerMirroredStrategy` in whose scope a model was built."""
         multi_worker = cls.__new__(cls)
         addresses = addresses_of(tf_config.from_environment(os.environ))
         multi_worker._set(WorkerReplicas(strategy, addresses, tf_distribute.worker_index(strategy), Settings()))
@@ -113,7 +113,7 @@ class MultiWorker(Strategy):
         super().__init__(Layout(engine.num_replicas, shard=engine.shard, num_workers=engine.job.num_workers), engine)
 
     def describe(self) -> str:
-        """Return one line with the rank and the devices of this worker."""
+        """Return a one-line description of the job and of this worker's devices."""
         workers = f"MultiWorker over {self.num_workers} worker{'s' * (self.num_workers > 1)}"
         if self.layout.shard == "weights":
             workers = f"MultiWorker over {self.layout.num_workers} worker{'s' * (self.layout.num_workers > 1)}"

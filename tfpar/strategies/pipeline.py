@@ -1,4 +1,4 @@
-"""Pipeline parallelism: consecutive layers on different devices, which process every batch in micro-batches."""
+"""Pipeline parallelism: stages of consecutive layers on different devices, fed with micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def _proposing_microbatches(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """Return a constructor that proposes a number; it is no default, as BatchNormalization depends on it."""
+    """Make a missing `num_microbatches` an error that proposes a value; BatchNormalization forbids a default."""
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
@@ -47,43 +47,42 @@ def _proposing_microbatches(function: Callable[Parameters, None]) -> Callable[Pa
 
 
 class Pipeline(Strategy):
-    """Train a model in stages on several devices of this machine, equal to one device.
+    """Pipeline parallelism: a model divided into stages on several devices, with the results of one device.
 
-        device 0   F0 F1 F2    B0 F3 B1 …        F: a micro-batch forward through the layers of this stage
-        device 1      F0 B0 F1 B1 F2 B2 …        B: its gradient back through them
+        device 0   F0 F1 F2    B0 F3 B1 …        F: forward pass of a micro-batch through the layers of the stage
+        device 1      F0 B0 F1 B1 F2 B2 …        B: its backward pass
 
-    The model function is the one for a single device. Its layers are divided into `num_stages` stages; each device
-    holds the weights and the optimizer's state of its own stage only. Every global batch is cut into
-    `num_microbatches`, so that the devices work at the same time; the losses are divided by the whole batch and the
-    gradients of all micro-batches summed before the one update, so that the weights are those of one device. Two layers
-    differ: BatchNormalization takes its statistics from each micro-batch, and Dropout draws other masks.
+    The model function is that of a single device. Its layers are divided into `num_stages` stages, and each device
+    holds the weights and optimizer state of its own stages. Every global batch is split into `num_microbatches`
+    micro-batches, so that the devices work at the same time. One update follows with the gradients of all of them.
+    Two layers differ from one device: BatchNormalization normalizes each micro-batch by its own statistics, and Dropout
+    uses other random masks.
 
     Args:
         num_stages: Number of stages.
-        num_microbatches: Number of micro-batches of a global batch; four for each stage is a good start. With one, the
-            devices work in turn.
-        schedule: "gpipe", "1f1b", "interleaved" (several stages a device) or "zero_bubble".
-        balance: The measure to minimize for the slowest stage: "time" (measured), "flops", "parameters" or
-            "memory"; or the number of layers of each stage; or the names of the layers to cut before.
-        devices: Device names such as `["GPU:0", "GPU:1"]`, with `across_workers` after the rank of their worker, such
-            as `"1/GPU:0"`; None takes as many as the schedule needs.
-        recompute: Save only the inputs of a stage, and repeat its forward pass in the backward pass: less memory for
-            about a third more time.
-        num_shards: Number of devices of each stage, which divide its layers as `TensorParallel` does.
-        layout: With `num_shards`, rules for the weights to divide, as for `TensorParallel`; None divides all large
-            layers.
-        memory_limit_bytes: The limit for weights, gradients, optimizer state and activations on each device. With
-            None, stages on GPUs are cut for their free memory, with a warning if it does not suffice by estimate.
-        allow_batch_dependent_layers: Also train layers that mix the examples of a batch, although micro-batches change
-            their outputs.
-
-        across_workers: In a job of several workers (TF_CONFIG or Slurm), divide the stages over all of them: the first
-            process runs the steps, and the others lend their devices until it ends.
-        form_seconds: With `across_workers`, the time limit for all workers to connect.
-        silence_seconds: With `across_workers`, the time without a heartbeat after which a worker counts as failed.
+        num_microbatches: Micro-batches per global batch; start with four per stage. With one, only one device works at
+            a time.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"` (several stages per device) or `"zero_bubble"`.
+        balance: What is balanced over the stages: `"time"` (measured), `"flops"`, `"parameters"` or `"memory"`.
+            Alternatively, the number of layers of each stage, or the name of the first layer of each stage but the
+            first.
+        devices: Device names such as `["GPU:0", "GPU:1"]`; with `across_workers`, each after the rank of its worker,
+            such as `"1/GPU:0"`. None uses as many devices as the schedule needs.
+        recompute: Save only the inputs of a stage and repeat its forward pass in the backward pass, which saves memory
+            and takes about a third more time.
+        num_shards: Devices per stage, over which its layers are divided as in `TensorParallel`.
+        layout: With `num_shards`, sharding rules as for `TensorParallel`; None divides all large layers.
+        memory_limit_bytes: Limit for weights, gradients, optimizer state and activations on each device. None fits
+            stages on GPUs to the free memory, with a warning if the estimate exceeds it.
+        allow_batch_dependent_layers: Accept layers whose output for an example depends on the other examples, although
+            micro-batches change their results.
+        across_workers: In a job of several workers (TF_CONFIG or Slurm), divide the stages over all workers. The first
+            process runs the steps on the devices of all; the other processes only wait until it ends.
+        form_seconds: Time limit for all workers to connect, with `across_workers`.
+        silence_seconds: Time without a heartbeat after which a worker counts as failed, with `across_workers`.
 
     Raises:
-        TypeError: If there is no number of micro-batches.
+        TypeError: If `num_microbatches` is missing.
         ValueError: If the schedule does not fit, or a device does not exist.
 
     Example:
@@ -118,7 +117,7 @@ class Pipeline(Strategy):
         self.settings = Settings(
             balance, recompute, memory_limit_bytes, allow_batch_dependent_layers, num_shards, check_rules(layout)
         )
-        self.lent: grid_devices.LentDevices | None = None
+        self.workers: grid_devices.WorkerDevices | None = None
         self.watch: WorkerWatch | None = None
         if across_workers:
             check_seconds(form_seconds, silence_seconds)
@@ -129,7 +128,7 @@ class Pipeline(Strategy):
         super().__init__(dataclasses.replace(grid, stages_per_device=stages_per_device), engine)
 
     def _in_this_process(self, grid: Layout, devices: Sequence[str] | None) -> StageEngine:
-        # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
+        # In a job, Hybrid takes this pipeline and connects the workers, before TensorFlow may start.
         has_others = tf_config.has_other_workers(os.environ)
         resolve = cluster.configured_devices if has_others else cluster.resolve_devices
         names = self.given_devices = None if devices is None else resolve(devices)
@@ -144,24 +143,21 @@ class Pipeline(Strategy):
         self.given_devices = None if devices is None else grid_devices.listed(devices)
         number = None if devices is None else len(devices)
         self.schedule = schedules.make(grid.schedule, grid.num_stages, grid.num_microbatches, number)
-        self.lent, self.watch = _lent_devices(form_seconds, silence_seconds)
+        self.workers, self.watch = _connected_workers(form_seconds, silence_seconds)
         misfit = None
         try:
-            (used,) = grid_devices.across_workers(1, self.schedule.num_devices, self.lent, devices)
+            (used,) = grid_devices.across_workers(1, self.schedule.num_devices, self.workers, devices)
         except ValueError as error:
             if devices is not None:
                 raise
-            misfit = error  # replicas of it may fit
-            used = [device for of_worker in self.lent.of_workers for device in of_worker][: self.schedule.num_devices]
+            misfit = error  # Hybrid may fit replicas of this pipeline
+            used = [device for names in self.workers.by_worker for device in names][: self.schedule.num_devices]
         job = Job(reported=self.watch.reported)
         return StageEngine(self.settings, self.schedule, used, job=job, misfit=misfit)
 
 
-def _lent_devices(form_seconds: float, silence_seconds: float) -> tuple[grid_devices.LentDevices, WorkerWatch]:
-    """Return the devices of all workers of a job, and the watch over the workers.
-
-    In other processes than the chief it does not return.
-    """
+def _connected_workers(form_seconds: float, silence_seconds: float) -> tuple[grid_devices.WorkerDevices, WorkerWatch]:
+    """Connect to the workers of a job and return their devices; returns on the chief only."""
     job = tf_config.from_environment(os.environ)
     refuse_evaluator(job, "Pipeline(across_workers=True)")
     if job is None or job.num_workers == 1:
@@ -170,13 +166,12 @@ def _lent_devices(form_seconds: float, silence_seconds: float) -> tuple[grid_dev
             "python -m tfpar.launch --num_workers 2, or leave it out."
         )
     connected = remote_devices.connect(job, form_seconds, silence_seconds, "Pipeline(across_workers=True)")
-    return grid_devices.LentDevices(job.addresses, connected.of_workers), connected.watch
+    return grid_devices.WorkerDevices(job.addresses, connected.of_workers), connected.watch
 
 
 def _check_shards(
     num_shards: int, layout: Rules | None, memory_limit_bytes: int | None, *, across_workers: bool
 ) -> None:
-    """Refuse arguments that do not fit stages of several devices, or those that need them."""
     if layout is not None and num_shards == 1:
         raise ValueError(
             "layout divides the weights of a stage over its devices, received rules and num_shards=1. Set num_shards, "
@@ -190,7 +185,7 @@ def _check_shards(
 
 
 def _num_groups(devices: Sequence[str], num_shards: int) -> int:
-    """Return the number of stages at a time, each on a group of devices."""
+    """Return the number of groups of `num_shards` devices."""
     if len(devices) % num_shards:
         raise ValueError(
             f"Each stage needs num_shards={num_shards} devices, received {len(devices)} devices: {list(devices)}. Name "
@@ -200,7 +195,6 @@ def _num_groups(devices: Sequence[str], num_shards: int) -> int:
 
 
 def _devices(schedule: schedules.Schedule, existing: list[str], num_shards: int) -> list[str]:
-    """Return the first devices of this machine, as many as a schedule needs."""
     number = schedule.num_devices * num_shards
     if len(existing) < number:
         shards = f" of {num_shards} shards" * (num_shards > 1)

@@ -1,4 +1,4 @@
-"""Conversion of an argument, such as a strategy of `tf.distribute` or a model, to a strategy of tfpar."""
+"""Strategies from arguments of users: a tfpar or `tf.distribute` strategy, a name, or a model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _WRITTEN = {
 
 
 def strategy_of(model: keras.Model) -> Strategy:
-    """Return the strategy in whose scope a model, or its layers, were built.
+    """Return the strategy in whose scope a model or its layers were built; `SingleDevice()` without a scope.
 
     Args:
-        model: A model built in the scope of a `tf.distribute.MirroredStrategy`, of a
-            `tf.distribute.MultiWorkerMirroredStrategy`, of a tfpar strategy, or in no scope.
+        model: A model built under a tfpar strategy, `tf.distribute.MirroredStrategy`,
+            `tf.distribute.MultiWorkerMirroredStrategy` or no strategy.
 
     Raises:
-        TypeError: If it was built in the scope of another `tf.distribute` strategy.
+        TypeError: If it was built under another `tf.distribute` strategy.
     """
     noted: Strategy | None = model_scopes.noted_strategy(model)
     if noted is not None:
@@ -56,7 +56,7 @@ def strategy_of(model: keras.Model) -> Strategy:
 
 
 def _wrapping(strategy: tf.distribute.Strategy) -> Strategy | None:
-    """Return the tfpar strategy that created, or can wrap, a strategy of `tf.distribute`; None if there is none."""
+    """Return the tfpar strategy that created or can wrap a `tf.distribute` strategy; None if there is none."""
     known: Strategy | None = getattr(strategy, "tfpar_strategy", None)
     if known is not None:
         return known
@@ -70,14 +70,14 @@ def _wrapping(strategy: tf.distribute.Strategy) -> Strategy | None:
 
 
 def resolve(strategy: Any) -> Strategy:
-    """Return the tfpar strategy for an argument `strategy`.
+    """Convert the argument `strategy` of a user to a tfpar strategy.
 
     Args:
-        strategy: A tfpar strategy; a `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy`; "auto" for the
-            one that fits the process; None for `SingleDevice()`, with a line where there are other devices.
+        strategy: A tfpar strategy, a `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy`, or `"auto"` for
+            the strategy that fits this process. None means `SingleDevice()`, with a notice about unused devices.
 
     Raises:
-        TypeError: If it is something else, such as a name or a class.
+        TypeError: If it is anything else, such as a name or a class.
 
     Example:
         >>> resolve(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])).describe()
@@ -91,9 +91,9 @@ def resolve(strategy: Any) -> Strategy:
     if isinstance(strategy, str) and strategy == "auto":
         return _automatic()
     if isinstance(strategy, tf.distribute.Strategy):
-        found = _wrapping(strategy)
-        if found is not None:
-            return found
+        wrapper = _wrapping(strategy)
+        if wrapper is not None:
+            return wrapper
         received, way_out = f"a {type(strategy).__name__} of tf.distribute", "tfpar.Mirrored() or tfpar.SingleDevice()"
     elif isinstance(strategy, type):
         received, way_out = f"the class {strategy.__name__}", _written(strategy.__name__)
@@ -110,7 +110,7 @@ def resolve(strategy: Any) -> Strategy:
 
 
 def _automatic() -> Strategy:
-    """Return what `strategy.kind = "auto"` of a run is without a plan."""
+    """Choose as `strategy.kind = "auto"` of a run does without a plan."""
     job = tf_config.from_environment(os.environ)
     if job is not None and job.num_workers > 1:
         return MultiWorker()
@@ -119,12 +119,12 @@ def _automatic() -> Strategy:
 
 @functools.cache
 def print_unused_devices(who: str, reason: str, way_out: str) -> None:
-    """Print a line, once per process, if training could use more devices.
+    """Print a notice, once per process, if training could use more devices.
 
     Args:
-        who: What trains on one device.
-        reason: Why it does, as a clause.
-        way_out: The code that trains on all of them.
+        who: Subject of the notice, such as `"tfpar.fit"`.
+        reason: Why it uses one device, as a clause.
+        way_out: Code that uses all devices.
     """
     devices = cluster.resolve_devices(None)
     if len(devices) > 1:

@@ -10,12 +10,12 @@ from tfpar.strategies.base import Strategy
 
 
 class SingleDevice(Strategy):
-    """Train on one device, without any `tf.distribute` strategy.
+    """Training on one device, without a `tf.distribute` strategy.
 
-    The steps are those of Keras' own `fit`, in tfpar's loop: the same weights, with less time spent between steps.
+    The steps are those of Keras' own `fit` and give the same weights, with less time between steps.
 
     Args:
-        device: A device name such as `"GPU:1"`; None leaves the placement to TensorFlow.
+        device: Device name such as `"GPU:1"`; None leaves the placement to TensorFlow.
 
     Example:
         >>> strategy = SingleDevice("CPU:0")
@@ -31,5 +31,5 @@ class SingleDevice(Strategy):
         super().__init__(Layout(), OneDevice(self.device))
 
     def describe(self) -> str:
-        """Return one line with the device."""
+        """Return a one-line description of the device."""
         return f"SingleDevice on {self.device_names[0]}"

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer divided over several devices, which compute it together."""
+"""Tensor parallelism: large layers divided over several devices, which compute them together."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tfpar.sharding.rules import Rules, check_rules
 from tfpar.strategies.base import Strategy
 from tfpar.study.outputs import Words
 
-# Of its replicas: alone it computes the whole batch.
+# Advice for replicas, which compute only a part of the batch each.
 _WORDS = Words("use TensorParallel without replicas", "use TensorParallel without replicas")
 
 
 class TensorParallel(Strategy):
-    """Train a model whose layers are divided over several devices of this machine, equal to one device.
+    """Tensor parallelism: layers divided over devices of this machine, with the results of one device.
 
         x ─┬─► x · A[:, :half] ─► gelu ─► · B[:half, :] ─┐        device 0
            └─► x · A[:, half:] ─► gelu ─► · B[half:, :] ─┴─ sum   device 1
 
-    Each device holds a shard of the large weights, with its gradient and its optimizer state, and computes its part of
-    the layer for the whole batch. Dense and EinsumDense layers are divided in pairs, the first by columns and the next
-    by rows, with one sum of activations a pair; attention by heads, an Embedding by rows of its table, convolutions by
-    filters and then by input channels. All other layers run once, on the first device. Random draws, states and losses
-    are those of one device. A divided weight remains one variable in `model.weights`, checkpoints and saved files.
+    Each device holds a shard of each large weight, with its gradient and optimizer state, and computes its share of the
+    layer for the whole batch. Dense and EinsumDense layers are divided in pairs, the first by columns and the second by
+    rows, with one sum of activations per pair; attention is divided by heads, an Embedding by rows of its table, and
+    convolutions by filters, then by input channels. All other layers run once, on the first device. Random numbers,
+    states and losses are those of one device. A divided weight remains a single variable in `model.weights`,
+    checkpoints and saved files.
 
     Args:
-        num_shards: Number of devices that a layer is divided over, at least 2. Sizes that it does not divide give
-            shards that differ by one.
-        layout: Rules for the weights to divide, in the manner of Keras' `LayoutMap`: regular expressions that are
-            searched in the paths of weights, each with a tuple that has `"model"` at the divided axis and None at
-            the others. None divides every layer with at least a thousandth of the bytes or multiplications of the
-            model where it can, and smaller ones whose input is in shards.
-        devices: Device names such as `["GPU:0", "GPU:1"]`; None takes the first devices of this machine.
+        num_shards: Number of devices to divide each layer over, at least 2. The sizes of shards may differ by one.
+        layout: Sharding rules in the style of Keras' `LayoutMap`: a regular expression, searched in the paths of the
+            weights, maps to a tuple with `"model"` at the divided axis and None at the others. None divides every layer
+            it can with at least a thousandth of the model's bytes or multiplications, and smaller layers whose input is
+            sharded.
+        devices: Device names such as `["GPU:0", "GPU:1"]`; None uses the first devices of this machine.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -70,7 +70,7 @@ class TensorParallel(Strategy):
 
 
 def _devices(num_shards: int, devices: Sequence[str] | None) -> list[str]:
-    # The workers of a job connect before TensorFlow starts, in Hybrid, which takes these shards.
+    # In a job, Hybrid takes this strategy and connects the workers, before TensorFlow may start.
     resolve = cluster.configured_devices if tf_config.has_other_workers(os.environ) else cluster.resolve_devices
     existing = resolve(devices)
     if devices is not None and len(existing) != num_shards:

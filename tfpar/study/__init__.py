@@ -1,1 +1,1 @@
-"""One look at a model before the first step: does a part of a batch give the whole?"""
+"""The study: before the first step, probe whether the parts of a batch give the results of the whole batch."""

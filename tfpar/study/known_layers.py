@@ -1,4 +1,4 @@
-"""Layers of Keras that compute each row of a batch alone by their class, and those that no part of a batch can run."""
+"""Keras layers that are known to compute each row of a batch alone, and those that cannot run on part of a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras import layers
 
 from tfpar._compat.models import keras_calls, keras_model, keras_tracing
 
-# For all their settings, if the rows are the first axis.
+# Compute each row alone with any settings.
 _ALONE = {
     *(
         layers.InputLayer,
@@ -38,18 +38,18 @@ _ALONE = {
     *(layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.Maximum, layers.Minimum),
     *(layers.LSTM, layers.GRU, layers.SimpleRNN),
 }
-# If their axis is not that of the rows.
+# Compute each row alone unless `axis` is that of the rows.
 _ALONE_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
-# They mix the rows of a batch of images, or draw from Python.
+# Mix the images of a batch, or use Python's random numbers.
 _AUGMENTING = (layers.MixUp, layers.CutMix, layers.AugMix, layers.RandAugment)
 
 
 def computes_rows_alone(model: keras.Model, training: bool) -> bool:
-    """Return whether a model is a graph of layers of Keras, each of which computes each row of a batch alone.
+    """Return whether a model is a graph of Keras layers that are known to compute each row of a batch alone.
 
     Args:
         model: A built model.
-        training: Whether it trains; BatchNormalization then has statistics of parts by design.
+        training: Whether it trains. BatchNormalization, which then normalizes each part by design, counts as known.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -60,7 +60,7 @@ def computes_rows_alone(model: keras.Model, training: bool) -> bool:
 
 
 def _operations(model: keras.Layer) -> list[Any]:
-    """Return the operations of a model and of the models in it; the model itself where it has a `call` of its own."""
+    """Return the operations of a model and its inner models; a model with its own `call` is one operation."""
     if not isinstance(model, keras.Model):
         return [model]
     if keras_tracing.has_own_call(model) or keras_tracing.declared_inputs(model) is None:
@@ -81,10 +81,7 @@ def _is_alone(operation: Any, training: bool) -> bool:
 
 
 def in_dataset(refused: Iterable[keras.Layer]) -> str:
-    """Return the advice to move layers that augment images into the dataset, with a comma after it.
-
-    Args:
-        refused: Layers that a strategy refuses.
+    """Return the advice to call refused augmentation layers in the dataset, ending in a comma; empty without any.
 
     Example:
         >>> in_dataset([layers.MixUp(name="mix_up"), layers.Dense(2)])
@@ -97,18 +94,14 @@ def in_dataset(refused: Iterable[keras.Layer]) -> str:
 def check_parts(model: keras.Model, training: bool) -> None:
     """Refuse layers that depend on the position of a row in the batch, or on the size of the batch.
 
-    Args:
-        model: A model.
-        training: Whether it trains.
-
     Raises:
         ValueError: If a recurrent layer has `stateful=True`, or a `RandomElasticTransform` trains.
     """
     for layer in keras_model.all_layers(model):
         if isinstance(layer, layers.RNN | layers.Bidirectional) and layer.stateful:
             raise ValueError(
-                f"A stateful layer keeps a state for each position of the batch, and replicas and micro-batches divide "
-                f"the positions, received {layer.name!r} with stateful=True. Remove stateful, or train on "
+                "A stateful layer keeps a state for each position in the batch, which replicas and micro-batches "
+                f"split, received {layer.name!r} with stateful=True. Remove stateful, or train on "
                 "SingleDevice()."
             )
         if training and isinstance(layer, layers.RandomElasticTransform):
@@ -121,7 +114,7 @@ def check_parts(model: keras.Model, training: bool) -> None:
 
 
 def check_synchronized(model: keras.Model, way_out: str) -> None:
-    """Refuse a BatchNormalization with the statistics of the whole batch, where a step has one part of it at a time.
+    """Refuse synchronized BatchNormalization, for steps that have one part of the batch at a time.
 
     Args:
         model: A model.
@@ -142,14 +135,10 @@ def check_synchronized(model: keras.Model, way_out: str) -> None:
 def normalizing(model: keras.Model, training: bool) -> list[str]:
     """Return the names of the layers that normalize with statistics of the batch.
 
-    Args:
-        model: A model.
-        training: Whether it trains.
-
     Example:
         >>> normalizing(keras.Sequential([keras.Input((2,)), layers.BatchNormalization(name="norm")]), training=True)
         ['norm']
     """
-    normalizing = [layer for layer in keras_model.all_layers(model) if isinstance(layer, layers.BatchNormalization)]
-    moving = [layer for layer in normalizing if layer.trainable]
-    return [layer.name for layer in moving if training or keras_calls.is_called_in_training(layer)]
+    normalizations = [layer for layer in keras_model.all_layers(model) if isinstance(layer, layers.BatchNormalization)]
+    trainable = [layer for layer in normalizations if layer.trainable]
+    return [layer.name for layer in trainable if training or keras_calls.is_called_in_training(layer)]

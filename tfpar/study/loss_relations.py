@@ -1,8 +1,8 @@
-"""How the losses of parts of a batch relate to those of the whole batch, from their values on a few rows.
+"""Find out how the losses of parts of a batch relate to those of the whole batch.
 
-A loss of `compile` is a function of targets, outputs and sample weights, and no model runs here: its values for some
-rows are compared with those for parts of them, on the outputs of a first run and on made-up ones. What does not agree
-everywhere is computed on the whole batch.
+A loss of `compile` is a function of targets, outputs and sample weights, so no model runs here. Its values for some
+rows are compared with those for parts of these rows, on real and on synthetic outputs. A loss without a relation that
+always holds is computed on the whole batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model
 from tfpar.reduction.losses import dense_losses
 from tfpar.reduction.verdict import Kind
 from tfpar.study import relation
-from tfpar.study.made_up import Rows
+from tfpar.study.synthetic_rows import Rows
 
 
 class Value(NamedTuple):
@@ -29,7 +29,7 @@ class Value(NamedTuple):
     Args:
         values: Its values, `[rows, ...]`, or a scalar.
         is_weighted: Whether it has sample weights or a mask.
-        reduction: Its reduction; "none" for one that reduces its values itself.
+        reduction: Its reduction; "none" for a loss that reduces its values itself.
     """
 
     values: np.ndarray
@@ -37,17 +37,17 @@ class Value(NamedTuple):
     reduction: str
 
 
-def loss_kinds(model: keras.Model, many: Sequence[Rows]) -> tuple[Kind, ...]:
-    """Return the kind of each loss of `compile`, in the order in which Keras computes them.
+def loss_kinds(model: keras.Model, samples: Sequence[Rows]) -> tuple[Kind, ...]:
+    """Return the kind of each loss of `compile`, in Keras' order.
 
     Args:
         model: A built and compiled model.
-        many: Rows; those of the batch first.
+        samples: Rows to compute the losses for; real ones first.
 
     Raises:
-        ValueError: If a loss fails on the rows of the batch.
+        ValueError: If a loss fails on real rows.
     """
-    runs = _of_rows(lambda rows: _values(model, rows), many)
+    runs = _runs(lambda rows: _values(model, rows), samples)
     number = max((len(whole) for _, whole, _ in runs), default=0)
     return tuple(
         _kind([(sizes, whole[index], [part[index] for part in parts]) for sizes, whole, parts in runs])
@@ -55,20 +55,20 @@ def loss_kinds(model: keras.Model, many: Sequence[Rows]) -> tuple[Kind, ...]:
     )
 
 
-def own_kind(model: keras.Model, many: Sequence[Rows], training: bool) -> Kind:
+def compute_loss_kind(model: keras.Model, samples: Sequence[Rows], training: bool) -> Kind:
     """Return the kind of an overridden `compute_loss`.
 
     Args:
         model: A built and compiled model.
-        many: Rows; those of the batch first.
+        samples: Rows to compute the loss for; real ones first.
         training: The argument `training` of `compute_loss`.
 
     Raises:
-        ValueError: If it fails on the rows of the batch, or returns no scalar.
+        ValueError: If it fails on real rows, or does not return a scalar.
     """
-    if _divides_by_weights(model, many[0], training):
+    if _divides_by_weights(model, samples[0], training):
         return "whole"
-    runs = _of_rows(lambda rows: _with_counted(model, rows, training), many)
+    runs = _runs(lambda rows: _with_counted(model, rows, training), samples)
     kinds = [relation.ANY]
     for sizes, whole, parts in runs:
         for number, (metric, value) in enumerate(whole):
@@ -79,11 +79,11 @@ def own_kind(model: keras.Model, many: Sequence[Rows], training: bool) -> Kind:
                 kinds.append(relations)
             elif ("sum" if isinstance(metric, keras.metrics.Sum) else "mean") not in relations:
                 return "whole"
-    return _scalar_kind(relation.in_all(kinds))
+    return _scalar_kind(relation.common_relations(kinds))
 
 
 def _with_counted(model: keras.Model, rows: Rows, training: bool) -> list[tuple[keras.Metric | None, np.ndarray]]:
-    """Return the value of an overridden `compute_loss`, and the scalars that it counts, each with its metric."""
+    """Return the value of an overridden `compute_loss`, then each scalar that it counts, with its metric."""
     counted: list[tuple[keras.Metric | None, np.ndarray]] = []
     with keras_losses_in_call.scalars_noted(lambda metric, value: counted.append((metric, np.asarray(value)))):
         value = own_loss(model, rows, training)
@@ -91,55 +91,50 @@ def _with_counted(model: keras.Model, rows: Rows, training: bool) -> list[tuple[
 
 
 def own_loss(model: keras.Model, rows: Rows, training: bool) -> tf.Tensor:
-    """Return the value of an overridden `compute_loss`, and refuse one that is no scalar.
-
-    Args:
-        model: A built and compiled model.
-        rows: Rows with outputs.
-        training: The argument `training` of `compute_loss`.
+    """Return the value of an overridden `compute_loss`.
 
     Raises:
-        ValueError: If it has a value for each row.
+        ValueError: If it is not a scalar.
     """
     loss = keras_model.compute_loss(model, rows.inputs, rows.targets, rows.outputs, rows.weights, training)
     value = tf.convert_to_tensor(loss)
     if value.shape.rank:
         raise ValueError(
             f"On replicas and in micro-batches {type(model).__name__}.compute_loss must return a scalar, and returned "
-            f"values of shape {tuple(value.shape)}. Average them over the batch, with a `reduction` of the loss or "
+            f"values of shape {tuple(value.shape)}. Average them over the batch, with the `reduction` of a loss or "
             "with keras.ops.mean."
         )
     return value
 
 
-def _of_rows(values_of: Callable[[Rows], Any], many: Sequence[Rows]) -> list[tuple[Sequence[int], Any, list[Any]]]:
-    """Return the sizes of parts, the values of rows and those of the parts; none of made-up rows on which they fail.
+def _runs(compute: Callable[[Rows], Any], samples: Sequence[Rows]) -> list[tuple[Sequence[int], Any, list[Any]]]:
+    """Compute values for rows and for parts of them; return the sizes of the parts with both.
 
-    Where the rows are those of the batch and parts of them fail, the values of the parts are none.
+    Synthetic rows on which `compute` fails are skipped. If it fails on parts of real rows, their list is empty.
     """
     runs: list[tuple[Sequence[int], Any, list[Any]]] = []
-    for rows in many:
+    for rows in samples:
         try:
-            whole = values_of(rows)
+            whole = compute(rows)
         except Exception as error:
-            if rows.is_given:
+            if rows.is_real:
                 raise _failure(error) from error
             continue
-        divided = _of_parts(values_of, rows)
-        if divided is not None or rows.is_given:
+        divided = _with_parts(compute, rows)
+        if divided is not None or rows.is_real:
             runs.append((rows.sizes, *(divided or (whole, []))))
     return runs
 
 
-def _of_parts(values_of: Callable[[Rows], Any], rows: Rows) -> tuple[Any, list[Any]] | None:
-    """Return the values of rows and of their parts, in the first order in which none of them fails; None for none.
+def _with_parts(compute: Callable[[Rows], Any], rows: Rows) -> tuple[Any, list[Any]] | None:
+    """Compute values for rows and their parts, in the first rotation that does not fail; None if all fail.
 
-    An image without boxes may have no loss alone, but has one beside others, which pad its targets.
+    An image without boxes may have a loss only beside others, which pad its targets.
     """
     for number in range(sum(rows.sizes)):
         with contextlib.suppress(Exception):
             rolled = rows.rolled(number)
-            return values_of(rolled), [values_of(part) for part in rolled.parts()]
+            return compute(rolled), [compute(part) for part in rolled.parts()]
     return None
 
 
@@ -150,13 +145,12 @@ def _failure(error: Exception) -> Exception:
 
 
 def _values(model: keras.Model, rows: Rows) -> list[Value]:
-    """Return what each loss of `compile` returned for some rows."""
-    of_losses: list[Value] = []
+    values_by_loss: list[Value] = []
     reduced: list[Value] = []
 
     def note(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
         dense = dense_losses(values, reduction)
-        # Ragged values are summed, and the longest row of a part may be shorter than that of the batch.
+        # Summed, because the longest row of a part may be shorter than that of the batch.
         if isinstance(values, tf.RaggedTensor):
             dense = tf.reduce_sum(dense, list(range(1, dense.shape.rank)))
         is_weighted = sample_weight is not None or mask is not None
@@ -166,7 +160,7 @@ def _values(model: keras.Model, rows: Rows) -> list[Value]:
     def call(original: Callable[..., Any], targets: Any, outputs: Any, weights: Any) -> Any:
         reduced.clear()
         value = original(targets, outputs, weights)
-        of_losses.append(reduced[0] if len(reduced) == 1 else Value(np.asarray(value), False, "none"))
+        values_by_loss.append(reduced[0] if len(reduced) == 1 else Value(np.asarray(value), False, "none"))
         return tf.zeros((), keras.config.floatx())
 
     def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
@@ -174,21 +168,21 @@ def _values(model: keras.Model, rows: Rows) -> list[Value]:
 
     with keras_losses.loss_reduction(model, note, nothing, call):
         keras_model.compute_loss(model, rows.inputs, rows.targets, rows.outputs, rows.weights, training=False)
-    return of_losses
+    return values_by_loss
 
 
-def _kind(column: Sequence[tuple[Sequence[int], Value, list[Value]]]) -> Kind:
-    """Return the kind of a loss from its values for several rows and for their parts."""
-    relations, first = [], column[0][1]
-    for sizes, whole, parts in column:
-        if not parts:  # it fails on them
+def _kind(runs: Sequence[tuple[Sequence[int], Value, list[Value]]]) -> Kind:
+    """Return the kind of a loss from its values in all runs."""
+    relations, first = [], runs[0][1]
+    for sizes, whole, parts in runs:
+        if not parts:  # the loss fails on parts
             return "whole"
         relations.append(relation.relations(whole.values, [part.values for part in parts], sizes))
-    common = relation.in_all(relations)
+    common = relation.common_relations(relations)
     if first.values.ndim and "joined" in common:
         return "rows"
-    if any(whole.is_weighted for _, whole, _ in column):
-        return "whole"  # Keras multiplies such values by weights of other rows
+    if any(whole.is_weighted for _, whole, _ in runs):
+        return "whole"  # Keras multiplies these values by weights of other rows
     if first.values.ndim:
         return "rows" if "mean" in common and first.reduction != "sum" else "whole"
     return _scalar_kind(common)
@@ -201,7 +195,7 @@ def _scalar_kind(common: relation.Relations) -> Kind:
 def _divides_by_weights(model: keras.Model, rows: Rows, training: bool) -> bool:
     """Return whether losses in an overridden `compute_loss` are divided by masks or sample weights.
 
-    The arguments of the losses say so, and not their values: the first batch may have nothing to mask.
+    Judged by their arguments, not their values: the first batch may have nothing to mask.
     """
     divides: list[bool] = []
 

@@ -1,7 +1,7 @@
-"""How the metrics of parts of a batch relate to those of the whole batch, from their states after a few rows.
+"""Find out which metrics take the whole batch, from their states after a few rows.
 
-On replicas each part updates a state of its own, and the states are added. In stages the parts update one state, one
-after the other. A metric whose states do not give that of the whole batch takes the whole batch.
+On replicas each part updates a state of its own, and the states are added up. In stages the parts update one state in
+turn. A metric takes the whole batch if neither gives the state of the whole batch.
 """
 
 from __future__ import annotations
@@ -17,39 +17,37 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_losses_in_call, keras_metrics
 from tfpar.reduction.metric_logs import all_metrics, not_updated, other_metrics
-from tfpar.study.made_up import Rows
+from tfpar.study.synthetic_rows import Rows
 
 _ROUNDING = 1e-6
 
 
-def whole_metrics(model: keras.Model, many: Sequence[Rows], adds_states: bool) -> tuple[int, ...]:
-    """Return the numbers of the metrics of `compile` that take the whole batch.
+def whole_metrics(model: keras.Model, samples: Sequence[Rows], adds_states: bool) -> tuple[int, ...]:
+    """Return the indices of the metrics of `compile` that take the whole batch.
 
     Args:
         model: A built and compiled model.
-        many: Rows; those of the batch first.
-        adds_states: Whether each part updates a state of its own; else they update one in turn.
+        samples: Rows to update the metrics with; real ones first.
+        adds_states: Whether each part updates a state of its own; otherwise the parts update one state in turn.
     """
     return tuple(
         number
         for number, metric in enumerate(keras_metrics.compiled_metrics(model))
-        if not keras_metrics.is_by_row(metric) and not _agrees(model, [metric], many, adds_states)
+        if not keras_metrics.is_by_row(metric)
+        and not all(_agrees(model, [metric], rows, adds_states) for rows in samples)
     )
 
 
-def takes_whole_batch(model: keras.Model, many: Sequence[Rows], adds_states: bool) -> bool:
-    """Return whether an overridden `compute_metrics` takes the whole batch; the arguments as `whole_metrics`."""
-    return not _agrees(model, all_metrics(model), many, adds_states)
+def takes_whole_batch(model: keras.Model, samples: Sequence[Rows], adds_states: bool) -> bool:
+    """Return whether an overridden `compute_metrics` takes the whole batch; arguments as for `whole_metrics`."""
+    metrics = all_metrics(model)
+    return not all(_agrees(model, metrics, rows, adds_states) for rows in samples)
 
 
-def _agrees(model: keras.Model, metrics: Sequence[keras.Metric], many: Sequence[Rows], adds_states: bool) -> bool:
-    return all(_agrees_on(model, metrics, rows, adds_states) for rows in many)
-
-
-def _agrees_on(model: keras.Model, metrics: Sequence[keras.Metric], rows: Rows, adds_states: bool) -> bool:
+def _agrees(model: keras.Model, metrics: Sequence[keras.Metric], rows: Rows, adds_states: bool) -> bool:
     """Return whether the states after parts of some rows give those after all of them."""
     whole = _states(model, metrics, [rows])
-    if whole is None:  # made-up targets may be none of the metric's
+    if whole is None:  # synthetic targets may be invalid for the metric
         return True
     variables, parts = [variable for metric in metrics for variable in metric.variables], rows.parts()
     if not adds_states:
@@ -63,7 +61,7 @@ def _agrees_on(model: keras.Model, metrics: Sequence[keras.Metric], rows: Rows, 
 
 
 def _is_reduced(aggregation: str, whole: np.ndarray, *parts: np.ndarray) -> bool:
-    """Return whether what TensorFlow makes of the states of several replicas is that of the whole batch."""
+    """Return whether TensorFlow's aggregation of the states of replicas gives that of the whole batch."""
     totals = {"sum": np.sum(parts, axis=0), "mean": np.mean(parts, axis=0)}
     reduced = totals.get(aggregation, parts[0])
     largest = np.max(np.abs(parts), axis=0, initial=1.0, where=np.isfinite(parts))  # parts may cancel
@@ -71,12 +69,12 @@ def _is_reduced(aggregation: str, whole: np.ndarray, *parts: np.ndarray) -> bool
 
 
 def _close(values: np.ndarray, whole: np.ndarray, rounding: Any = _ROUNDING) -> bool:
-    """Return whether each element is that of the whole batch: a count may stand beside a large sum."""
+    """Return whether each element is that of the whole batch: a count may be beside a large sum."""
     return not np.isfinite(whole).all() or bool(np.allclose(values, whole, rtol=1e-4, atol=rounding))
 
 
 def _states(model: keras.Model, metrics: Sequence[keras.Metric], updates: Sequence[Rows]) -> list[np.ndarray] | None:
-    """Return the states of metrics after some updates; None where an update fails outside of a step."""
+    """Return the states of metrics after some updates; None if an update fails."""
     with contextlib.suppress(Exception), keras.StatelessScope(), not_updated(other_metrics(model, metrics)):
         for metric in metrics:
             metric.reset_state()
@@ -88,7 +86,7 @@ def _states(model: keras.Model, metrics: Sequence[keras.Metric], updates: Sequen
 
 
 def update(model: keras.Model, rows: Rows) -> None:
-    """Update the metrics of a model with rows, in a context that keeps their states."""
+    """Update the metrics of a model with rows."""
     model.compute_metrics(rows.inputs, rows.targets, rows.outputs, sample_weight=rows.weights)
 
 

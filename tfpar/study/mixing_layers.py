@@ -1,11 +1,11 @@
-"""What the layers of a model do with the rows of a batch: mix them, keep a state of them, or neither.
+"""Find the first layer of a model that mixes the rows of a batch.
 
-    whole     a b c d e ─► model ─► A B C D E
-    parts     a b       ─► model ─► A B            equal to the whole if each row is computed alone
-                  c d e ─► model ─►     C D E
-    neighbours  a b a b a ─► model ─► A B . . .    for random layers: the same random numbers, other neighbours
+    whole       a b c d e ─► model ─► A B C D E
+    parts       a b       ─► model ─► A B            equal to the whole if each row is computed alone
+                    c d e ─► model ─►     C D E
+    neighbours  a b a b a ─► model ─► A B . . .      for random layers: the same random numbers, other neighbours
 
-Only if the outputs differ do further runs find the first layer that mixes rows.
+Only if the outputs differ do further runs look for the layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import tensorflow as tf
 from tfpar._compat.models import keras_model
 from tfpar._compat.models.keras_calls import LayerCall
 from tfpar.reduction import whole_batch
-from tfpar.reduction.sums_of_parts import SumsOfParts
+from tfpar.reduction.partial_sums import PartialSums
 from tfpar.study import relation
 from tfpar.study.observation import Mode, Observation, observe
 from tfpar.study.rows import SIZES, parts_of, with_other_neighbours
 
-# Of Keras 3.15: they mix images, draw once for all of them, or have one histogram for all of them.
+# In Keras 3.15 they mix images, draw once for all images, or compute one histogram for all images.
 _MIXING = (
     *(keras.layers.MixUp, keras.layers.CutMix, keras.layers.AugMix, keras.layers.RandAugment),
     keras.layers.Equalization,
@@ -35,14 +35,14 @@ _MIXING = (
 _NUM_SEEDS = 3
 
 
-class Mixing(NamedTuple):
-    """The first layer whose result for a row depends on other rows.
+class MixingLayer(NamedTuple):
+    """A layer whose result for a row depends on other rows.
 
     Args:
-        operation: The layer, an operation of `keras.ops`, or the model: where its own `call` mixes rows, or the layer
-            has several rows for each of them.
+        operation: The layer, an operation of `keras.ops`, or the model, if its own `call` mixes rows or the layer has
+            several rows for each example.
         path: The name of the layer after those of the layers around it.
-        args: For each leaf of its positional arguments, whether it has a value for each row.
+        args: For each leaf of its positional arguments, whether it has rows.
         kwargs: The same for its keyword arguments, by name.
         outputs: The same for its results.
     """
@@ -55,14 +55,14 @@ class Mixing(NamedTuple):
 
 
 class Runs:
-    """Runs of a model on five rows and on both parts of them, in which parts gather the rows of the whole.
+    """Runs of a model on five rows, then on both parts of them, where `tfpar.gather` returns the five rows.
 
     Args:
         model: A built model.
         rows: Five rows of its inputs.
         mode: How it runs.
         replays_losses: Whether losses in `call` are those of the whole batch.
-        with_whole_batch: Returns the context in which layers are called with the whole batch.
+        with_whole_batch: Context manager in which some layers are called with the whole batch.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Runs:
         self._gathered = whole_batch.Recording(mode.gathers, replays_losses)
 
     def whole(self, **settings: Any) -> Observation:
-        """Run the model on all rows; the settings are those of `observe`."""
+        """Run the model on all rows; settings as for `observe`."""
         with self._gathered.recording(sum(SIZES)), self._with_whole_batch():
             return observe(self.model, self.rows, self.mode, **settings)
 
     def parts(self, states: Sequence[Any] = (None, None), **settings: Any) -> list[Observation]:
-        """Run the model on each part, after `whole`, with states for each; the settings are those of `observe`."""
+        """Run the model on each part, after `whole`, with states for each; settings as for `observe`."""
         seen = []
         for part, before in zip(parts_of(self.rows), states, strict=True):
             with self._gathered.replaying(part.start), self._with_whole_batch():
@@ -90,22 +90,22 @@ class Runs:
         return seen
 
     def with_losses_of_parts(self) -> Runs:
-        """Return runs in which losses in `call` are those of the part."""
+        """Return runs in which losses in `call` are those of the part, not of the whole batch."""
         return Runs(self.model, self.rows, self.mode, False, self._with_whole_batch)
 
     @property
-    def losses(self) -> list[SumsOfParts]:
+    def losses(self) -> list[PartialSums]:
         """The losses that `call` computed in the last runs of `whole` and `parts`."""
         return self._gathered.losses
 
     def neighbours(self, **settings: Any) -> Observation:
-        """Run the model on the rows of the first part with other neighbours, after `whole`."""
+        """Run the model on the rows of the first part beside other rows, after `whole`."""
         with self._gathered.replaying(0), self._with_whole_batch():
             return observe(self.model, with_other_neighbours(self.rows), self.mode, **settings)
 
 
-def find_mixing(runs: Runs, whole: Observation, parts: Sequence[Observation]) -> Mixing | None:
-    """Return the first layer on whose other rows the outputs of a row depend; None if there is none.
+def find_mixing(runs: Runs, whole: Observation, parts: Sequence[Observation]) -> MixingLayer | None:
+    """Return the first layer that mixes rows; None if there is none.
 
     Args:
         runs: Further runs.
@@ -123,28 +123,28 @@ def find_mixing(runs: Runs, whole: Observation, parts: Sequence[Observation]) ->
         random = {"seed": seed, "is_random": True, "keeps_calls": True}
         drawn, again, neighbours = runs.whole(**random), runs.whole(**random), runs.neighbours(**random)
         if not _same_rows(drawn.outputs, [again.outputs]):
-            return None  # no seed gives the same numbers again
+            return None  # the seed does not reproduce the random numbers
         if not _same_rows(drawn.outputs, [neighbours.outputs]):
             return _first(drawn, [neighbours], _same_rows, runs)
     return None
 
 
-def calls_at(runs: Runs, paths: Sequence[str]) -> list[Mixing]:
-    """Return the layers with some paths, as far as the model calls them."""
+def calls_at(runs: Runs, paths: Sequence[str]) -> list[MixingLayer]:
+    """Return the layers that the model calls under some paths."""
     calls = runs.whole(keeps_calls=True).calls
-    whole = Mixing(runs.model, runs.model.name, _have_rows(runs.rows), {}, [])
+    whole = MixingLayer(runs.model, runs.model.name, _have_rows(runs.rows), {}, [])
     return [*([whole] if runs.model.name in paths else []), *(_mixing(call) for call in calls if call.path in paths)]
 
 
 def _is_random(runs: Runs, whole: Observation) -> bool:
-    """Return whether the outputs have random numbers that typical ones do not replace."""
+    """Return whether the outputs depend on the seed, although typical values replace random numbers."""
     return not _agree_all(whole.outputs, runs.whole(seed=1).outputs)
 
 
 def _first(
     whole: Observation, others: Sequence[Observation], agree: Callable[[Any, Sequence[Any]], bool], runs: Runs
-) -> Mixing:
-    """Return the first call whose arguments agree with those in other runs, and whose results do not."""
+) -> MixingLayer:
+    """Return the first layer whose arguments agree in all runs while its results do not."""
     for number, call in enumerate(whole.calls):
         same = [other.calls[number] for other in others if number < len(other.calls)]
         if len(same) < len(others) or any(other.operation is not call.operation for other in same):
@@ -157,28 +157,28 @@ def _first(
             if any((*mixing.args, *itertools.chain(*mixing.kwargs.values()))):
                 return mixing
             return mixing._replace(operation=runs.model, args=_have_rows(runs.rows), outputs=_have_rows(whole.outputs))
-    return Mixing(runs.model, runs.model.name, _have_rows(runs.rows), {}, _have_rows(whole.outputs))
+    return MixingLayer(runs.model, runs.model.name, _have_rows(runs.rows), {}, _have_rows(whole.outputs))
 
 
-def _mixing(call: LayerCall) -> Mixing:
+def _mixing(call: LayerCall) -> MixingLayer:
     kwargs = {name: _have_rows(value) for name, value in call.kwargs.items()}
-    return Mixing(call.operation, call.path, _have_rows(call.args), kwargs, _have_rows(call.outputs))
+    return MixingLayer(call.operation, call.path, _have_rows(call.args), kwargs, _have_rows(call.outputs))
 
 
 def _have_rows(structure: Any) -> list[bool]:
-    """Return for each leaf whether it has a value for each of the rows."""
+    """Return for each leaf whether it has rows."""
     leaves = keras.tree.flatten(structure)
     return [isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == sum(SIZES) for leaf in leaves]
 
 
 def joins(whole: Any, parts: Sequence[Any]) -> bool:
-    """Return whether tensors are joined from those of the parts, or the same in each."""
+    """Return whether each tensor is the concatenation of those of the parts, or equal to each of them."""
     columns = zip(_arrays(whole), *map(_arrays, parts), strict=False)
     return all(relation.is_joined(values, of_parts) or _all_close(values, of_parts) for values, *of_parts in columns)
 
 
 def _same_rows(whole: Any, others: Sequence[Any]) -> bool:
-    """Return whether tensors have the same rows of the first part."""
+    """Return whether the rows of the first part are equal in all tensors."""
     columns = zip(_arrays(whole), *map(_arrays, others), strict=False)
     return all(_all_close(_first_rows(values), map(_first_rows, rest)) for values, *rest in columns)
 
@@ -196,7 +196,7 @@ def _first_rows(values: np.ndarray) -> np.ndarray:
 
 
 def _arrays(structure: Any) -> list[np.ndarray]:
-    """Return the tensors of a structure as arrays whose first axis can be joined."""
+    """Return the tensors of a structure as arrays that can be concatenated."""
     arrays: list[np.ndarray] = []
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, tf.RaggedTensor):

@@ -1,4 +1,4 @@
-"""One eager run of a model on some rows, and what it shows. No weight, state or random state changes."""
+"""Run a model eagerly on a few rows and record what it does; no weight, state or random state changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfpar._compat.graphs import tf_function
 from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model
 from tfpar._compat.models.keras_calls import Calls, LayerCall
-from tfpar._compat.random_numbers import python_draws, random_state, typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops, python_random, random_state
 from tfpar._compat.variables import keras_variables, tf_untracked
 
 
@@ -22,8 +22,8 @@ class CallError(Exception):
     """An error of a model on the rows of a study.
 
     Args:
-        path: The path of the innermost layer that raised it.
-        error: What it raised.
+        path: The path of the innermost layer that raised the error.
+        error: The error.
     """
 
     def __init__(self, path: str, error: Exception) -> None:
@@ -45,17 +45,16 @@ class Mode(NamedTuple):
 
 @dataclasses.dataclass
 class Observation:
-    """What one run of a model shows.
+    """The record of one run of a model.
 
     Attributes:
         outputs: The outputs of the model.
-        added: The losses that layers add, in their order; of each the sum over its values.
-        counted: The scalars that layers count in metrics, in their order, each with its metric.
-        states: The new values of weights that are not trained, by their number among the weights of the model.
-        untracked: The names of variables that the model changes and Keras does not track, each with the path of the
-            layer that changes it.
-        python_draws: The paths of layers that draw from NumPy or Python.
-        calls: The calls of layers, in the order of their ends; empty unless asked for.
+        added: The sum of each loss that layers add.
+        counted: The scalars that layers count in metrics, each with its metric.
+        states: The new values of non-trainable weights, by index in `model.weights`.
+        untracked: Variables that the model changes and Keras does not track: name to path of the layer.
+        python_draws: The paths of layers that use random numbers of NumPy or Python.
+        calls: The calls of layers, in the order in which they return; empty unless asked for.
         random_functions: The names of the random functions whose numbers were replaced.
     """
 
@@ -82,17 +81,17 @@ def observe(
 ) -> Observation:
     """Run a model eagerly on some rows.
 
-    Typical numbers replace random ones, so that runs on a batch and on its parts can be compared. BatchNormalization
-    uses its moving statistics in training, where those of the batch differ between parts by design.
+    Typical values replace random numbers, so that runs on a batch and on its parts can be compared. In training,
+    BatchNormalization uses its moving statistics, because batch statistics differ between parts by design.
 
     Args:
         model: A built model.
         inputs: Rows of its inputs.
         mode: How it runs.
-        seed: Of all random numbers that typical ones do not replace.
-        is_random: Whether to leave random numbers as they are.
-        states: The values of weights that are not trained before the run, by number; None for the present ones.
-        keeps_calls: Whether to keep the calls of layers.
+        seed: Seed of the random numbers that typical values do not replace.
+        is_random: Whether to keep random numbers.
+        states: Values of weights before the run, by index in `model.weights`; None for the current ones.
+        keeps_calls: Whether to record the calls of layers.
 
     Raises:
         CallError: If the model raises an error.
@@ -110,7 +109,7 @@ def observe(
     with (
         scope,
         _noting(seen, calls, mode),
-        python_draws.noted(layers, lambda: calls.path) as seen.python_draws,
+        python_random.noted(layers, lambda: calls.path) as seen.python_draws,
         _draws(is_random, scope.note) as seen.random_functions,
     ):
         try:
@@ -126,13 +125,12 @@ def observe(
 
 
 class _Changes(keras_variables.PenalizedScope):
-    """A scope that notes which variables are assigned, and by which layer.
+    """A scope that records which variables are assigned, and by which layer.
 
     Args:
-        values: Variables, each with its value.
+        values: Variables and their values.
         calls: The calls of layers.
-        reads: Whether the model reads its weights from several devices: XLA, which compiles grouped convolutions on
-            CPUs, takes no variable of another device.
+        reads: Whether to copy weights of other devices here, as XLA needs, which compiles grouped convolutions on CPUs.
     """
 
     def __init__(self, values: list[tuple[Any, Any]], calls: Calls, *, reads: bool = False) -> None:
@@ -141,21 +139,21 @@ class _Changes(keras_variables.PenalizedScope):
         self.changed: dict[int, tuple[Any, str]] = {}
 
     def assigned(self, variable: Any) -> Any:
-        """Return the value that the scope holds; None for none."""
+        """Return the value assigned in this scope, or None."""
         return keras.StatelessScope.get_current_value(self, variable)
 
     def get_current_value(self, variable: Any) -> Any:
-        """Return the value as a layer or a regularizer reads it; None to read the variable itself."""
+        """Return the value for a layer or regularizer; None to read the variable itself."""
         reads = self._reads and self.assigned(variable) is None and keras_variables.is_allocated(variable)
         return keras_variables.read_here(variable) if reads else super().get_current_value(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Note the variable of an update."""
+        """Record the variable of an update."""
         super().add_update(update)
         self._note(update[0])
 
     def note(self, generator: keras.random.SeedGenerator) -> None:
-        """Note the state of a generator that draws."""
+        """Record the state of a generator that draws random numbers."""
         self._note(generator.state)
 
     def _note(self, variable: Any) -> None:
@@ -163,16 +161,16 @@ class _Changes(keras_variables.PenalizedScope):
 
 
 def _random_states(model: keras.Model) -> list[Any]:
-    return [random_state.state_of_no_layer(), *typical_draws.seed_states(keras_model.all_layers(model))]
+    return [random_state.state_of_no_layer(), *fixed_random_ops.seed_states(keras_model.all_layers(model))]
 
 
 def _draws(is_random: bool, note_generator: Callable[[Any], None]) -> contextlib.AbstractContextManager[set[str]]:
-    return contextlib.nullcontext(set()) if is_random else typical_draws.typical_draws(note_generator)
+    return contextlib.nullcontext(set()) if is_random else fixed_random_ops.fixed(note_generator)
 
 
 @contextlib.contextmanager
 def _noting(seen: Observation, calls: Calls, mode: Mode) -> Iterator[None]:
-    """Note what a run of the model shows, apart from its results."""
+    """Record what a run of the model does, apart from its results."""
     added: list[Any] = []
 
     def note_scalar(metric: keras.Metric, value: tf.Tensor) -> None:
@@ -195,7 +193,7 @@ def _noting(seen: Observation, calls: Calls, mode: Mode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def moving_statistics(*, training: bool, gathers: bool = True) -> Iterator[None]:
-    """Use the moving statistics of BatchNormalization in training; in inference where it has the whole batch."""
+    """Use the moving statistics of BatchNormalization in training, or wherever it has the whole batch."""
     call, in_training = keras.layers.BatchNormalization.call, training
 
     def normalize(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -208,11 +206,11 @@ def moving_statistics(*, training: bool, gathers: bool = True) -> Iterator[None]
 
 @contextlib.contextmanager
 def undisturbed(model: keras.Model, name: str) -> Iterator[Observation]:
-    """Compute losses and metrics inside this context, as `observe` does layers; yield what it shows after the context.
+    """Compute losses or metrics in this context as `observe` runs layers; the yielded record is complete afterwards.
 
     Args:
         model: The model.
-        name: Of what is computed.
+        name: The name under which changes of variables are recorded.
     """
     seen, calls = Observation(), Calls(model)
     scope = _Changes([], calls)
@@ -221,8 +219,8 @@ def undisturbed(model: keras.Model, name: str) -> Iterator[Observation]:
         scope,
         tf_function.own_traces(),
         tf_untracked.assignments_noted(lambda variable: seen.untracked.update({variable: name})),
-        python_draws.noted([], lambda: name) as drawing,
-        typical_draws.typical_draws(scope.note),
+        python_random.noted([], lambda: name) as drawing,
+        fixed_random_ops.fixed(scope.note),
     ):
         random_state.seeded([], 0)
         yield seen

@@ -1,4 +1,4 @@
-"""Whether the parts of a batch give a model's outputs for the whole batch, and the states of its layers."""
+"""Find out whether the parts of a batch give a model's outputs for the whole batch, and the states of its layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat.models import keras_model
-from tfpar._compat.random_numbers import python_draws
+from tfpar._compat.random_numbers import python_random
 from tfpar.messages.reasons import reason_of
 from tfpar.study import relation
 from tfpar.study.gathered_calls import with_whole_batch
 from tfpar.study.known_layers import check_parts, computes_rows_alone, in_dataset
-from tfpar.study.mixing_layers import Mixing, Runs, calls_at, find_mixing
+from tfpar.study.mixing_layers import MixingLayer, Runs, calls_at, find_mixing
 from tfpar.study.observation import CallError, Mode, Observation
 from tfpar.study.rows import SIZES, few_rows, varied
 from tfpar.study.states import States, find_states
@@ -32,7 +32,7 @@ class Words(NamedTuple):
     Args:
         alone: The way out for a model that needs its whole batch, such as `"train on SingleDevice()"`.
         mixing: The way out for a layer that mixes the rows of a batch.
-        state: The way out for a state that is no mean over parts of a batch.
+        state: The way out for a state that is not a mean over the parts of a batch.
     """
 
     alone: str
@@ -45,13 +45,13 @@ class Outputs(NamedTuple):
 
     Args:
         gathered: The layers to call with the whole batch.
-        states: The states that layers of the user's update; None where none was looked for.
+        states: The states that custom layers update.
         runs: Further runs on the same rows; None for a model that is known to compute each row alone.
         whole: The run on all rows.
         parts: The runs on the parts of them.
     """
 
-    gathered: tuple[Mixing, ...] = ()
+    gathered: tuple[MixingLayer, ...] = ()
     states: States = States([], [], [])
     runs: Runs | None = None
     whole: Observation = Observation()
@@ -69,20 +69,20 @@ def study_outputs(
     gathered: Sequence[str] = (),
     is_known: bool = False,
 ) -> Outputs:
-    """Find out whether parts of a batch give the outputs of the whole, or refuse the model.
+    """Find out whether the parts of a batch give the outputs of the whole batch, or refuse the model.
 
     Args:
         model: A built model.
         batch: Its first batch, `(inputs, targets, sample_weight)` as far as given.
-        mode: How it runs.
-        words: For refusals.
+        mode: How the model runs.
+        words: The advice in refusals.
         gathers_layers: Whether layers that mix rows are called with the whole batch.
         accepts_mixing: Whether layers that mix rows are accepted, and states of any kind.
-        gathered: The paths of layers that are called so, as another worker has found.
-        is_known: Whether no run is needed of a model whose layers are known to compute each row alone.
+        gathered: The paths of layers that another worker found to need the whole batch.
+        is_known: Whether to skip the runs if all layers are known to compute each row alone.
 
     Raises:
-        ValueError: If a layer mixes rows, fails on few rows, draws from NumPy or Python, or changes a variable that
+        ValueError: If a layer mixes rows, fails on a few rows, draws from NumPy or Python, or changes a variable that
             Keras does not track.
     """
     check_parts(model, mode.training)
@@ -101,9 +101,9 @@ def study_outputs(
         mixing = find_mixing(runs, whole, parts)
         if mixing is None:
             return Outputs(tuple(gathers), find_states(runs, whole, parts), runs, whole, parts)
-        known = any(mixing.operation is earlier.operation for earlier in gathers)
-        if known or not gathers_layers:
-            raise _refusal(model, mixing, mode.training, words, is_gathered=known)
+        is_gathered = any(mixing.operation is earlier.operation for earlier in gathers)
+        if is_gathered or not gathers_layers:
+            raise _refusal(model, mixing, mode.training, words, is_gathered=is_gathered)
         gathers.append(mixing)
 
 
@@ -118,9 +118,9 @@ def check_choice(batch_dependent_layers: str) -> None:
 
 
 def _runs(
-    model: keras.Model, rows: Any, mode: Mode, gathered: Sequence[Mixing], words: Words
+    model: keras.Model, rows: Any, mode: Mode, gathered: Sequence[MixingLayer], words: Words
 ) -> tuple[Runs, Observation, list[Observation]]:
-    """Run a model on rows that differ; on unchanged ones if it fails, as if it asserts that rows sum to 1."""
+    """Run a model on varied rows, or on unchanged ones if it fails, for example because rows must sum to 1."""
     with_gathered = functools.partial(with_whole_batch, gathered)
     replays_losses = not keras_model.overridden(model, "compute_loss")
     try:
@@ -136,11 +136,11 @@ def _runs(
 
 
 def _check_lengths(model: keras.Model, rows: Any) -> None:
-    """Refuse a model that fails on other lengths than those of ragged inputs that show one length alone."""
+    """Refuse a model that fails on lengths other than the single one of its ragged inputs."""
     ragged = [leaf.row_lengths() for leaf in tf.nest.flatten(rows) if isinstance(leaf, tf.RaggedTensor)]
     if ragged and all(int(tf.reduce_max(lengths)) == int(tf.reduce_min(lengths)) for lengths in ragged):
         raise ValueError(
-            f"Parts of a batch pad their examples to different lengths, and {model.name!r} fails on lengths other than "
+            f"Parts of a batch pad ragged inputs to different lengths, and {model.name!r} fails on lengths other than "
             "those of the first batch. Convert ragged inputs in the dataset, with to_tensor(), or train on "
             "SingleDevice()."
         )
@@ -156,10 +156,10 @@ def _failure(failure: CallError, words: Words) -> ValueError:
 
 
 def check_tracked(model: keras.Model, seen: Sequence[Observation], mode: Mode, words: Words) -> None:
-    """Refuse draws from NumPy or Python, and changes of variables that Keras does not track."""
+    """Refuse random numbers of NumPy or Python, and changes of variables that Keras does not track."""
     if drawing := [path for run in seen for path in run.python_draws]:
         names = list(dict.fromkeys(drawing))
-        raise python_draws.refusal(names, words.alone, in_dataset(keras_model.all_layers(model)))
+        raise python_random.refusal(names, words.alone, in_dataset(keras_model.all_layers(model)))
     for variable, path in [item for run in seen for item in run.untracked.items()]:
         is_generator = variable.endswith(_STATE_OF_GENERATOR)
         if is_generator and mode.gathers:  # replicas draw from generators that Keras does not track
@@ -169,7 +169,7 @@ def check_tracked(model: keras.Model, seen: Sequence[Observation], mode: Mode, w
             way_out = "Keep the generator in an attribute of a layer"
         raise ValueError(
             f"A layer or a loss must keep its state in weights that Keras tracks, received {path!r}, which changes "
-            f"the variable {variable!r} in its call. {way_out}, or use SingleDevice()."
+            f"the untracked variable {variable!r} in its call. {way_out}, or use SingleDevice()."
         )
 
 
@@ -184,12 +184,12 @@ def _check_axes(model: keras.Model, whole: Observation, parts: Sequence[Observat
             names = [model.layers[-1].name] if is_sequential else getattr(model, "output_names", [])
             raise ValueError(
                 "Every output of a model must have the examples as its first axis, so that parts of a batch can be "
-                f"joined, received {(names[number] if number < len(names) else model.name)!r}; move the axis with "
+                f"joined, received {(names[number] if number < len(names) else model.name)!r}. Move the axis with "
                 f"keras.ops.transpose, or {words.alone}."
             )
 
 
-def _refusal(model: keras.Model, mixing: Mixing, training: bool, words: Words, *, is_gathered: bool) -> ValueError:
+def _refusal(model: keras.Model, mixing: MixingLayer, training: bool, words: Words, *, is_gathered: bool) -> ValueError:
     way_out = words.mixing
     if is_gathered:
         way_out = (

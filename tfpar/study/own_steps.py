@@ -23,7 +23,7 @@ from tfpar._compat.graphs import tf_function
 from tfpar._compat.models import keras_losses, keras_metrics, keras_model
 from tfpar._compat.optimizers import keras_own_updates
 from tfpar._compat.optimizers.keras_optimizer import one_device_optimizer
-from tfpar._compat.random_numbers import random_state, typical_draws
+from tfpar._compat.random_numbers import fixed_random_ops, random_state
 from tfpar._compat.variables import keras_sandbox, keras_variables
 from tfpar.reduction import metric_logs, own_step
 from tfpar.reduction.own_step import METHODS, PartsOfStep, Relation
@@ -200,7 +200,7 @@ def _run(
             keras_losses.local_losses(),
             moving_statistics(training=kind == "train"),
             tf_function.own_traces(),
-            typical_draws.typical_draws(),
+            fixed_random_ops.fixed(),
         ):
             stack.enter_context(context)
         returned = own_step.call(model, kind, rows)
@@ -317,7 +317,7 @@ def _are_alike(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
 
 def _common(relations: Sequence[relation.Relations | None]) -> Relation | None:
     known = [each for each in relations if each is not None]
-    common = relation.in_all(known)
+    common = relation.common_relations(known)
     if not known:
         return None
     return "mean" if "mean" in common else "sum"
@@ -330,13 +330,13 @@ def _kept(model: keras.Model, compared: Sequence[_Compared], state: Sequence[Any
     some may be zero in the rows of the study.
     """
     found = {
-        id(variable): relation.in_all(relations)
+        id(variable): relation.common_relations(relations)
         for variable, *relations in zip(state, *(each.states() for each in compared), strict=True)
     }
     metrics = set()
     for metric in metric_logs.all_metrics(model):
         variables = [variable for variable in metric.variables if id(variable) in found]
-        of_metric = relation.in_all(found[id(variable)] for variable in variables)
+        of_metric = relation.common_relations(found[id(variable)] for variable in variables)
         if of_metric and not keras_metrics.inner_metrics(metric):
             found |= {id(variable): of_metric for variable in variables}
         metrics |= set(map(id, variables))
@@ -348,7 +348,7 @@ def _kept(model: keras.Model, compared: Sequence[_Compared], state: Sequence[Any
 def _logs(compared: Sequence[_Compared]) -> Iterator[tuple[str, Relation]]:
     every = [each.logs() for each in compared]
     for name in every[0]:
-        common = relation.in_all([logs[name] for logs in every if name in logs])
+        common = relation.common_relations([logs[name] for logs in every if name in logs])
         yield name, "sum" if common == {"sum"} else "mean"
 
 

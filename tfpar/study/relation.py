@@ -1,12 +1,11 @@
-"""How the values of the parts of a batch relate to those of the whole batch.
+"""How the values of the parts of a batch relate to the value of the whole batch.
 
-    whole   [1 2 3 4]   parts [1 2] [3 4]   joined: the values of the parts, one after the other
+    whole   [1 2 3 4]   parts [1 2] [3 4]   joined: the concatenated values of the parts
     whole   2.5         parts 1.5, 3.5      mean, weighted by the sizes of the parts
     whole   10          parts 3, 7          sum
     whole   7           parts 7, 7          equal, and so a mean
 
-A value can have several relations at once, as zero has. Other examples, or other weights, leave those that hold
-everywhere.
+Several relations can hold at once, as for zero. Those that hold for other examples and weights too remain.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ Relation = Literal["joined", "equal", "mean", "sum"]
 Relations = frozenset[Relation]
 
 ANY: Relations = frozenset(("joined", "equal", "mean", "sum"))
-# Relative to the largest value, by the bytes of the type: about the square root of its precision. Layers of double
-# precision may compute in single precision inside, as rotary embeddings and some kernels do.
+# Relative to the largest value, by the bytes of the dtype: about the square root of its precision. Float64 layers may
+# compute in float32 inside, as rotary embeddings and some kernels do.
 _TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-5}
-_ROUNDING = 1e-6  # of the largest value of a part: parts may cancel
+_ROUNDING = 1e-6  # relative to the largest part: parts may cancel
 
 
 def relations(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Relations:
-    """Return the relations of the values of parts to those of the whole batch; none if there is no such relation.
+    """Return the relations of the values of parts to those of the whole batch.
 
     Args:
         whole: The values for all examples, of any shape.
         parts: The values for each part of these examples.
-        sizes: The number of examples of each part.
+        sizes: The number of examples in each part.
 
     Example:
         >>> sorted(relations(np.array(2.5), [np.array(1.0), np.array(3.0)], sizes=[1, 3]))
@@ -57,7 +56,7 @@ def relations(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[in
 
 
 def is_joined(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
-    """Return whether the values of the whole batch are those of the parts, one after the other.
+    """Return whether the values of the parts, concatenated, are those of the whole batch.
 
     Args:
         whole: The values for all examples, `[rows, ...]`.
@@ -73,7 +72,7 @@ def is_joined(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
 
 
 def is_joined_elsewhere(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
-    """Return whether the values of the whole batch are those of the parts along an axis other than the first.
+    """Return whether the values of the parts are those of the whole batch if joined along an axis other than the first.
 
     Example:
         >>> is_joined_elsewhere(np.array([[1.0, 2.0]]), [np.array([[1.0]]), np.array([[2.0]])])
@@ -87,23 +86,23 @@ def is_joined_elsewhere(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
     )
 
 
-def in_all(many: Iterable[Relations]) -> Relations:
-    """Return the relations that a value has in all runs.
+def common_relations(runs: Iterable[Relations]) -> Relations:
+    """Return the relations that hold in all runs.
 
     Example:
-        >>> sorted(in_all([frozenset(["mean", "equal"]), frozenset(["mean", "sum"])]))
+        >>> sorted(common_relations([frozenset(["mean", "equal"]), frozenset(["mean", "sum"])]))
         ['mean']
     """
-    return frozenset.intersection(ANY, *many)
+    return frozenset.intersection(ANY, *runs)
 
 
 def close(values: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
-    """Return whether two arrays are equal up to the rounding of their type, in shape too.
+    """Return whether two arrays have the same shape, and values that are equal up to rounding.
 
     Args:
         values: An array or a number.
-        other: An array, whose type counts.
-        largest_part: The largest value of a part, where `values` is the sum or the mean of parts.
+        other: An array, whose dtype decides the tolerance.
+        largest_part: The largest value of a part if `values` is the sum or mean of parts.
     """
     if np.shape(values) != other.shape:
         return False
@@ -116,7 +115,7 @@ def close(values: Any, other: np.ndarray, largest_part: float = 0.0) -> bool:
 
 
 def _decides(whole: np.ndarray, parts: Sequence[np.ndarray]) -> bool:
-    """Return whether values show a relation: they are finite, and not all of them are zero."""
+    """Return whether values can show a relation: they are finite, and not all zero."""
     if _is_text(whole):
         return True
     return bool(np.isfinite(_float(whole)).all() and any(np.any(value) for value in (whole, *parts)))
@@ -127,7 +126,7 @@ def _is_text(values: np.ndarray) -> bool:
 
 
 def _is_proportional(whole: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> bool:
-    """Return whether each example has as many values as any other."""
+    """Return whether every example has equally many values."""
     return all(part.size * sum(sizes) == whole.size * size for part, size in zip(parts, sizes, strict=True))
 
 

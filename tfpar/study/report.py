@@ -1,4 +1,4 @@
-"""What a study found out about a model, as text for its user."""
+"""The results of a study as text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _KINDS: dict[Kind, tuple[str, str]] = {
     "rows": ("a value for each row", "summed, and divided once"),
     "mean": ("a mean over the rows", "averaged by rows"),
     "sum": ("a sum over the rows", "summed"),
-    "whole": ("parts do not give it", "on the gathered batch"),
+    "whole": ("needs the whole batch", "on the gathered batch"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What `Trainer.study` found out; `print` shows it as a table.
+    """The result of `Trainer.study`; `print` shows it as a table.
 
     Attributes:
         title: The model and the strategy.
-        rows: What was studied, what was found, and what a step does about it.
-        verdict: The same as data; None where one device computes the whole batch, and for a model that is refused.
-        refusal: Why the strategy refuses the model, and the ways out; empty if it trains it.
+        rows: For each layer, loss, metric and state: its name, what was found, and how a step computes it.
+        verdict: The same as data; None for a refused model, and if one device computes the whole batch.
+        refusal: Why the strategy refuses the model, and the ways out; empty if the strategy can train it.
 
     Example:
         >>> study = trainer.study(dataset)
@@ -42,22 +42,17 @@ class Study:
     refusal: str = ""
 
     def __str__(self) -> str:
-        """Return the table, in lines of at most 80 columns; or the refusal."""
+        """Return the table or the refusal as text."""
         title = textwrap.wrap(self.title, _COLUMNS, subsequent_indent="  ")
         if self.refusal:
             return "\n".join([*title, *textwrap.wrap(f"refused: {self.refusal}", _COLUMNS)])
         widths = [max((len(row[column]) for row in self.rows), default=0) for column in (0, 1)]
-        lines = [f"  {name:<{widths[0]}}  {found:<{widths[1]}}  {done}".rstrip() for name, found, done in self.rows]
+        lines = [f"  {name:<{widths[0]}}  {result:<{widths[1]}}  {how}".rstrip() for name, result, how in self.rows]
         return "\n".join([*title, *lines])
 
 
 def rows_of(model: keras.Model, verdict: Verdict) -> list[tuple[str, str, str]]:
-    """Return the rows of the table of a model that trains.
-
-    Args:
-        model: A compiled model.
-        verdict: What a study found.
-    """
+    """Return the table of a compiled model that the strategy can train."""
     rows = [("layers", "each row alone", "as on one device")]
     rows += [(f"layer {path}", "mixes the rows", "on the gathered batch") for path in verdict.gathered]
     rows += [
@@ -72,30 +67,30 @@ def rows_of(model: keras.Model, verdict: Verdict) -> list[tuple[str, str, str]]:
     if verdict.whole_metrics:
         rows.append((f"{type(model).__name__}.compute_metrics", *_KINDS["whole"]))
     for number, metric in enumerate(keras_metrics.compiled_metrics(model)):
-        whole = number in verdict.metrics
-        found = _KINDS["whole"] if whole else ("states of parts add up", "counted in parts")
-        rows.append((f"metric {metric.name}", *found))
+        is_whole = number in verdict.metrics
+        cells = _KINDS["whole"] if is_whole else ("states of parts add up", "counted in parts")
+        rows.append((f"metric {metric.name}", *cells))
     return rows
 
 
 def gathering(model: keras.Model, verdict: Verdict, who: str, cost: str) -> str:
-    """Return one line about what is computed on the gathered batch; empty for nothing.
+    """Return one line about what is computed on the gathered batch; empty if nothing is.
 
     Args:
         model: A compiled model.
-        verdict: What a study found.
-        who: Who computes it.
-        cost: A sentence about what that costs; empty for none.
+        verdict: The verdict of its study.
+        who: Which device computes it.
+        cost: A sentence about the cost; may be empty.
     """
-    names = [name for name, _, done in rows_of(model, verdict) if done == _KINDS["whole"][1]]
+    names = [name for name, _, how in rows_of(model, verdict) if how == _KINDS["whole"][1]]
     if not names:
         return ""
-    line = f"Parts of a batch do not give the {' and the '.join(names)} of {model.name!r}: "
+    line = f"The {' and the '.join(names)} of {model.name!r} {'needs' if len(names) == 1 else 'need'} the whole batch: "
     return f"{line}{who} computes it on the gathered batch. {cost}".rstrip()
 
 
 def _losses(model: keras.Model, verdict: Verdict) -> list[tuple[str, Kind]]:
-    """Return the losses of `compile`, each with its kind."""
+    """Return the name and kind of each loss of `compile`."""
     losses = keras_losses.flat_losses(model)
     names = [keras_losses.name_of(loss) for loss in losses]
     kinds: list[Kind] = list(verdict.losses) or ["rows" for _ in losses]

@@ -1,4 +1,4 @@
-"""The rows of a batch that a model is studied on: a few rows that differ, in two parts of unequal sizes."""
+"""The few rows that a model is studied on, in two parts of unequal sizes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SIZES = (2, 3)  # rows of each part
 
 
 class Part(NamedTuple):
-    """A part of some rows.
+    """Consecutive rows.
 
     Args:
-        rows: In the structure of the batch, `[size, ...]` each.
-        start: The index of its first row.
-        size: The number of its rows.
+        rows: The rows, `[size, ...]` each.
+        start: The index of the first row.
+        size: The number of rows.
     """
 
     rows: Any
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 def few_rows(batch: Any) -> Any:
-    """Return five rows: of the first four of a batch two for the first part, and the other ones for the second.
+    """Return five rows: the first two of a batch for the first part, the next two, one of them twice, for the second.
 
     Args:
         batch: Tensors in any structure, `[rows, ...]` each, or None.
@@ -48,7 +48,7 @@ def _repeated(rows: Any, number: int) -> Any:
 
 
 def parts_of(rows: Any) -> list[Part]:
-    """Return the two parts of what `few_rows` returned.
+    """Split the result of `few_rows` into its two parts.
 
     Example:
         >>> [part.rows.numpy().tolist() for part in parts_of(tf.range(5))]
@@ -62,7 +62,7 @@ def parts_of(rows: Any) -> list[Part]:
 
 
 def with_other_neighbours(rows: Any) -> Any:
-    """Return as many rows, of which those of the first part are the same, and the others their copies.
+    """Replace the rows of the second part by copies of those of the first.
 
     Example:
         >>> with_other_neighbours(tf.range(5)).numpy().tolist()
@@ -72,19 +72,16 @@ def with_other_neighbours(rows: Any) -> Any:
 
 
 def varied(inputs: Any) -> Any:
-    """Return inputs in which equal rows differ: the rows of a first batch may all be empty, or of one length.
+    """Vary five rows of a model's inputs, because the rows of a first batch may be all empty, or of one length.
 
-    Numbers become a little smaller, so that they stay indices of an Embedding. The first ragged row becomes longer than
-    all others. Copies of a single row get its elements in another order, such as the words of a text.
-
-    Args:
-        inputs: Five rows of a model's inputs.
+    Floats become a little smaller, so that they stay indices of an Embedding. The first ragged row becomes the longest.
+    If all rows are copies, such as one text, each gets its elements in another order.
     """
     return tf.nest.map_structure(lambda leaf: None if leaf is None else _varied(_rolled(leaf)), inputs)
 
 
 def _rolled(tensor: Any) -> Any:
-    """Return the elements of copies of one row in another order for each row."""
+    """Give each row its elements in another order, if all rows are equal."""
     if not isinstance(tensor, tf.Tensor) or tensor.shape.rank < 2 or not _are_copies(tensor):
         return tensor
     return tf.concat([tf.roll(tensor[row : row + 1], row, -1) for row in range(sum(SIZES))], 0)

@@ -1,4 +1,4 @@
-"""The study of a model before the first step of a kind: one verdict on its layers, losses, metrics and states."""
+"""The study of a model before its first step: one verdict on its layers, losses, metrics and states."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tfpar.reduction.verdict import Kind, Verdict
 from tfpar.study import loss_relations, relation
 from tfpar.study import metrics as study_metrics
 from tfpar.study.known_layers import computes_rows_alone
-from tfpar.study.made_up import Rows, made_up
-from tfpar.study.mixing_layers import Mixing, Runs, joins
+from tfpar.study.mixing_layers import MixingLayer, Runs, joins
 from tfpar.study.observation import CallError, Mode, Observation, observe, undisturbed
 from tfpar.study.outputs import Outputs, Words, check_tracked, study_outputs
 from tfpar.study.rows import SIZES, few_rows, parts_of
 from tfpar.study.states import refusal
+from tfpar.study.synthetic_rows import Rows, synthetic_rows
 
 _RULE = "must be a sum or a mean over the batch to be computed by replicas or micro-batches"
-_WAY_OUT = "Let it return one value per example, with sample weights in place of a mask, or train on SingleDevice()."
+_WAY_OUT = "Return one value per example, with sample weights instead of a mask, or train on SingleDevice()."
 
 
 class Abilities(NamedTuple):
@@ -35,10 +35,10 @@ class Abilities(NamedTuple):
 
     Args:
         words: Its advice in refusals.
-        gathers: Whether parts run at the same time, and can gather the rows of the whole batch.
-        adds_states: Whether each part updates metrics of its own, whose states are added.
+        gathers: Whether parts run at the same time and can gather the rows of the whole batch.
+        adds_states: Whether each part updates metrics of its own, whose states are added up.
         gathers_layers: Whether layers that mix rows are called with the whole batch.
-        accepts_mixing: Whether the user accepts other results of layers that mix rows.
+        accepts_mixing: Whether the user accepts that layers mix the rows of each part only.
     """
 
     words: Words
@@ -50,21 +50,21 @@ class Abilities(NamedTuple):
 
 def study(
     model: keras.Model, batch: Any, kind: str, abilities: Abilities, gathered: Sequence[str] = ()
-) -> tuple[Verdict, tuple[Mixing, ...]]:
-    """Find out how parts of a batch give the whole, or refuse the model.
+) -> tuple[Verdict, tuple[MixingLayer, ...]]:
+    """Find out how the parts of a batch give the results of the whole batch, or refuse the model.
 
     Args:
-        model: A built model; for "train" and "evaluate" a compiled one.
+        model: A built model; a compiled one for "train" and "evaluate".
         batch: Its first batch, `(inputs, targets, sample_weight)` as far as given.
-        kind: "train", "evaluate" or "predict": what the next steps do.
+        kind: What the next steps do: "train", "evaluate" or "predict".
         abilities: What the engine can do.
-        gathered: The paths of layers that are called with the whole batch, as another worker has found.
+        gathered: The paths of layers that another worker found to need the whole batch.
 
     Returns:
         The verdict, and the layers to call with the whole batch.
 
     Raises:
-        ValueError: If the parts of a batch cannot give the whole.
+        ValueError: If the parts cannot give the results of the whole batch.
 
     Example:
         >>> from tfpar.engines.replicas.replica_engine import ABILITIES
@@ -96,35 +96,35 @@ def study(
 
 
 def check_state_of_stages(model: keras.Model, batch: Any, kind: str, words: Words) -> None:
-    """Refuse variables that a model changes and Keras does not track: stages lose them, also with the whole batch.
+    """Refuse a model that changes variables that Keras does not track, which stages would lose.
 
     Args:
         model: A built model.
         batch: Its first batch.
-        kind: "train", "evaluate" or "predict".
-        words: For refusals.
+        kind: What the next steps do: "train", "evaluate" or "predict".
+        words: The advice in a refusal.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If the model changes such a variable.
     """
     mode, rows = Mode(kind == "train", gathers=False), few_rows(batch)
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(rows)
     if computes_rows_alone(model, mode.training) and (kind == "predict" or _is_known(model)):
         return
     changed: dict[str, str] = {}
-    with contextlib.suppress(Exception):  # the step itself raises too, with its own message
+    with contextlib.suppress(Exception):  # the step raises it too, with its own message
         seen = observe(model, inputs, mode)
         changed |= seen.untracked
         if kind != "predict":
-            with undisturbed(model, _name_of_losses(model)) as of_losses:
+            with undisturbed(model, _name_of_losses(model)) as seen_in_losses:
                 keras_model.compute_loss(model, inputs, targets, seen.outputs, weights, mode.training)
-            changed |= of_losses.untracked
+            changed |= seen_in_losses.untracked
     check_tracked(model, [Observation(untracked=changed)], mode, words)
 
 
 def _check_states(model: keras.Model, outputs: Outputs, mode: Mode, abilities: Abilities) -> None:
     states, kinds = outputs.states, [weight.aggregation for weight in model.weights]
-    # Keras reduces these by itself: without regard to the examples of each part, or n times a value.
+    # TensorFlow aggregates these itself: ignoring the sizes of the parts, or counting an equal value n times.
     reduced = [number for number in states.averaged if kinds[number] != "none"]
     reduced += [number for number in states.equal if kinds[number] == "sum"]
     if others := states.others + (reduced if abilities.gathers else []):
@@ -132,7 +132,7 @@ def _check_states(model: keras.Model, outputs: Outputs, mode: Mode, abilities: A
 
 
 def _is_known(model: keras.Model) -> bool:
-    """Return whether losses and metrics are those of Keras, with a value for each row, and layers add none."""
+    """Return whether all losses and metrics are Keras' own with a value for each row, and layers add none."""
     if any(keras_model.overridden(model, name) for name in ("compute_loss", "compute_metrics")):
         return False
     if keras_metrics.own_metrics(model) or not all(map(keras_losses.is_by_example, keras_losses.flat_losses(model))):
@@ -142,7 +142,7 @@ def _is_known(model: keras.Model) -> bool:
 
 
 class _LossStudy:
-    """The study of the losses and metrics of a model whose outputs parts of a batch give."""
+    """The study of losses and metrics, for a model whose layers have passed."""
 
     def __init__(self, model: keras.Model, batch: Any, outputs: Outputs, runs: Runs, abilities: Abilities) -> None:
         self._model, self._batch, self._runs, self._abilities = model, batch, runs, abilities
@@ -158,7 +158,7 @@ class _LossStudy:
             self._whole, self._parts = self._runs.whole(), self._runs.parts()
 
     def added_to(self, verdict: Verdict) -> Verdict:
-        """Return a verdict with what is found out about losses and metrics."""
+        """Complete a verdict by the losses and metrics."""
         ways, added = self._ways(), self._added()
         _check_counted(self._whole, self._parts)
         name = _name_of_losses(self._model)
@@ -181,20 +181,20 @@ class _LossStudy:
         )
         if own_loss == "whole" and added:
             raise ValueError(
-                f"{type(self._model).__name__}.compute_loss {_RULE} where layers add losses, and its values for parts "
-                "of a batch are not those for all of it. Do not override compute_loss, or train on SingleDevice()."
+                f"{type(self._model).__name__}.compute_loss {_RULE} if layers add losses, and it is neither. Do not "
+                "override compute_loss, or train on SingleDevice()."
             )
         return complete
 
     @functools.cached_property
     def _rows(self) -> list[Rows]:
-        """Rows of the batch with the outputs of the model, and rows with made-up ones."""
+        """Rows of the batch with the outputs of the model, and rows with synthetic outputs."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(few_rows(self._batch))
-        return [Rows(inputs, targets, weights, self._whole.outputs), *made_up(self._batch, self._whole.outputs)]
+        return [Rows(inputs, targets, weights, self._whole.outputs), *synthetic_rows(self._batch, self._whole.outputs)]
 
     def _losses(self) -> tuple[tuple[Kind, ...], Kind | None]:
         if self._has_own_loss:
-            return (), loss_relations.own_kind(self._model, self._rows, self._training)
+            return (), loss_relations.compute_loss_kind(self._model, self._rows, self._training)
         if all(map(keras_losses.is_by_example, keras_losses.flat_losses(self._model))):
             return (), None
         return loss_relations.loss_kinds(self._model, self._rows), None
@@ -208,13 +208,13 @@ class _LossStudy:
         return study_metrics.whole_metrics(self._model, self._rows, adds_states), False
 
     def _reads_inputs(self, is_loss: bool) -> bool:
-        """Return whether an overridden method that takes the whole batch fails without the inputs, or changes."""
+        """Return whether an overridden method that takes the whole batch depends on the inputs."""
         rows = self._rows[0]
         try:
             if is_loss:
                 with_inputs, without = (
-                    loss_relations.own_loss(self._model, some, self._training)
-                    for some in (rows, rows._replace(inputs=None))
+                    loss_relations.own_loss(self._model, variant, self._training)
+                    for variant in (rows, rows._replace(inputs=None))
                 )
                 return not relation.close(np.asarray(with_inputs), np.asarray(without))
             study_metrics.update(self._model, rows._replace(inputs=None))
@@ -223,7 +223,7 @@ class _LossStudy:
         return False
 
     def _added(self) -> tuple[Kind, ...]:
-        """Return the kinds of the losses that layers add, with the present weights and with others."""
+        """Return the kinds of the losses that layers add, judged with the current weights and with others."""
         runs, seen = self._runs, [(self._whole, self._parts)]
         if not self._whole.added and not any(part.added for part in self._parts):
             return ()
@@ -246,7 +246,7 @@ class _LossStudy:
         return ways if self._uses_linearly(ways) else tuple("whole" for _ in ways)
 
     def _uses_linearly(self, ways: Sequence[Way]) -> bool:
-        """Return whether layers use losses so that their values for parts give what those of the whole batch give."""
+        """Return whether the losses of parts give the outputs and added losses of the whole batch."""
         totals = tf.stack(
             [tf.stack([tf.cast(value, tf.float64) for value in loss.whole]) for loss in self._runs.losses]
         )
@@ -264,7 +264,7 @@ _TOLERANCE = 1e-4
 
 
 def _name_of_losses(model: keras.Model) -> str:
-    """Return the name of the first loss of the user's; of the model, where there is none."""
+    """Return the name of the first custom loss, or else of the model."""
     losses = [loss for loss in keras_losses.flat_losses(model) if not keras_losses.is_of_keras(loss)]
     return next(map(keras_losses.name_of, losses), model.name)
 
@@ -274,9 +274,9 @@ def _arrays(whole: tf.Tensor, parts: Sequence[tf.Tensor]) -> tuple[np.ndarray, l
 
 
 def _spread(model: keras.Model) -> dict[int, tf.Tensor]:
-    """Return trained weights, by number, that differ from the present ones by as much as these are.
+    """Return random values for the trainable weights, by index, about as far from the current ones as these are large.
 
-    At its first weights a model returns almost the same for every row, where many losses are means that are none later.
+    A new model returns almost the same for every row, where many losses look like means.
     """
     random, values = np.random.default_rng(1), {}
     for number, weight in enumerate(model.weights):
@@ -290,7 +290,7 @@ def _spread(model: keras.Model) -> dict[int, tf.Tensor]:
 def _added_kinds(
     model: keras.Model, whole: Observation, parts: Sequence[Observation]
 ) -> list[tuple[relation.Relations, list[float]]]:
-    """Return the relations of each added loss, and its values for the parts and for the whole."""
+    """Return the relations of each added loss, and its values for the parts and for the whole batch."""
     if any(len(part.added) != len(whole.added) for part in parts):
         raise _refusal_of_added(model, [])
     columns = zip(whole.added, *(part.added for part in parts), strict=True)
@@ -301,7 +301,7 @@ def _added_kinds(
 
 
 def _common(model: keras.Model, column: Sequence[tuple[relation.Relations, list[float]]]) -> Kind:
-    common = relation.in_all(relations for relations, _ in column)
+    common = relation.common_relations(relations for relations, _ in column)
     if "mean" in common:
         return "mean"
     if "sum" in common:
@@ -319,17 +319,17 @@ def _check_counted(whole: Observation, parts: Sequence[Observation]) -> None:
     """Refuse scalars that layers count in metrics if parts of a batch would give another result."""
     columns = zip(whole.counted, *(part.counted for part in parts), strict=False)
     for (metric, value), *of_parts in columns:
-        wanted = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
+        needed = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
         relations = relation.relations(*_arrays(value, [part for _, part in of_parts]), SIZES)
-        if wanted in relations:
+        if needed in relations:
             continue
-        other = {"sum": "mean", "mean": "sum"}[wanted]
+        other = {"sum": "mean", "mean": "sum"}[needed]
         if other not in relations:
             raise ValueError(
-                f"A scalar that a layer counts in a metric {_RULE}, and {metric.name!r} counts neither. {_WAY_OUT}"
+                f"A scalar that a layer counts in a metric {_RULE}, but {metric.name!r} counts neither. {_WAY_OUT}"
             )
         raise ValueError(
-            f"A layer must count a {wanted} over the batch in a keras.metrics.{wanted.capitalize()}, or replicas "
-            f"and micro-batches count something else, and {metric.name!r} counts a {other}. Let it count values of "
-            "examples, [batch, ...], or train on SingleDevice()."
+            f"A layer must count a {needed} over the batch in a keras.metrics.{needed.capitalize()} to be right on "
+            f"replicas and micro-batches, but {metric.name!r} counts a {other}. Count one value per example, "
+            "[batch, ...], or train on SingleDevice()."
         )

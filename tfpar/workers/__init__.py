@@ -1,1 +1,1 @@
-"""The workers of a job: how they connect, lend devices, and notice that one is lost."""
+"""Workers of a job: cluster formation, remote devices, and detection of lost workers."""

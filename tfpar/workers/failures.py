@@ -1,8 +1,8 @@
-"""Failures of TensorFlow on one worker alone, such as unreadable data: the other workers raise its reason at once.
+"""Propagation of a TensorFlow error on one worker, such as unreadable data, to the other workers.
 
-worker 0   step ─── step ─── all-reduce ─ raises the reason of worker 1
+worker 0   step ─── step ─── all-reduce ─ raises the error of worker 1
                                           ▲
-worker 1   step ─── step ─── fails ─ report to TensorFlow's coordination service, raises its own error
+worker 1   step ─── step ─── fails ─ reports to TensorFlow's coordination service, raises its error
 """
 
 from __future__ import annotations
@@ -23,45 +23,39 @@ _REPORTED = re.compile(r"Worker \d+ \(\S*\) failed: .*?(?=\\n|\n|$)")
 
 
 class Failures:
-    """Reports of this worker's failures, and the errors for those of others.
-
-    Args:
-        rank: The rank of this worker.
-        address: Its address.
-    """
+    """Report failures of this worker, and raise those reported by others."""
 
     def __init__(self, rank: int, address: str) -> None:
         self._worker = f"Worker {rank} ({address})"
 
     def sentence(self, error: tf.errors.OpError, user_message: UserMessage) -> str:
-        """Return the sentence for other workers about an error of this worker.
+        """Describe an error of this worker in a sentence for the other workers.
 
         Args:
             error: The error.
-            user_message: Returns a sentence about an error of the data, None for other errors.
+            user_message: Returns a sentence about a data error, and None for other errors.
         """
-        cause = user_message(error) or data.cause_of(error)
-        return f"{self._worker} failed: {excerpt(cause, MAX_SENTENCE)}"
+        return f"{self._worker} failed: {excerpt(user_message(error) or data.cause_of(error), MAX_SENTENCE)}"
 
     @contextlib.contextmanager
     def reported(self, user_message: UserMessage) -> Iterator[None]:
-        """Report an error of TensorFlow inside this context to all workers, and raise those of other workers.
+        """Report TensorFlow errors raised in this context to all workers, and raise the reported errors of others.
 
-        After a report no worker can communicate any more.
+        After a report, the workers can no longer communicate.
 
         Args:
-            user_message: As for `sentence`.
+            user_message: As in `sentence`.
 
         Raises:
-            ValueError: If the data of another worker cannot be read, with its reason.
-            WorkerLostError: If another worker fails for another reason, or can no longer be reached.
+            ValueError: If another worker cannot read its data.
+            WorkerLostError: If another worker failed for another reason, or cannot be reached.
         """
         try:
             yield
         except tf.errors.OpError as error:
-            if found := _REPORTED.search(error.message):
+            if reported := _REPORTED.search(error.message):
                 repeats = isinstance(error, tf.errors.InvalidArgumentError)
-                raise (ValueError if repeats else WorkerLostError)(found[0]) from error
+                raise (ValueError if repeats else WorkerLostError)(reported[0]) from error
             if user_message(error) is None and (lost := lost_worker(error)):
                 raise lost from None  # TensorFlow's traceback says nothing more; it stays in __context__
             if not isinstance(error, OF_LOST_WORKER) and not is_raised_on_all_workers(error):

@@ -1,4 +1,4 @@
-"""What a process of a job may do by its role."""
+"""Checks of a process's role in its job."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tfpar.cluster import tf_config
 from tfpar.messages import user_warnings
 from tfpar.messages.received import quoted
 
-# The number of processes that other launchers set: torchrun, Open MPI, and other MPIs.
+# The variables in which torchrun, Open MPI and other MPIs set the number of processes.
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def refuse_evaluator(job: tf_config.JobConfig | None, name: str) -> None:
-    """Refuse to train in the evaluator of a job, which no other process waits for.
+    """Refuse to train in an evaluator.
 
     Args:
-        job: The job; None for none.
+        job: The job of this process, if any.
         name: The name of the strategy.
 
     Raises:
@@ -30,10 +30,10 @@ def refuse_evaluator(job: tf_config.JobConfig | None, name: str) -> None:
 
 
 def warn_of_other_launcher(environment: Mapping[str, str]) -> None:
-    """Warn where another launcher has started several processes, each of which would train a model of its own.
+    """Warn if another launcher started several processes without TF_CONFIG: each would train its own model.
 
     Args:
-        environment: The variables of a process without a job, as `os.environ`.
+        environment: Environment variables of a process without a job, such as `os.environ`.
 
     Example:
         >>> warn_of_other_launcher({"WORLD_SIZE": "1"})

@@ -1,4 +1,4 @@
-"""The error for the loss of another worker, with its address and the reason."""
+"""The error for lost workers, with their addresses and the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfpar.cluster.other_worker_error import LOST
 from tfpar.config.sections import A_WEEK_SECONDS
 from tfpar.job import UserMessage
 
-# Errors that TensorFlow raises on the other workers after the loss of one.
+# The errors that TensorFlow raises on the remaining workers after one is lost.
 OF_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
                   tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
 
@@ -24,10 +24,10 @@ _OF_NETWORK = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Can
 
 
 class WorkerLostError(ConnectionError):
-    """Another worker of the job failed, or can no longer be reached.
+    """Another worker of the job failed or can no longer be reached.
 
-    The methods of `tfpar.Trainer`, and `tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`, raise it on the other workers
-    instead of TensorFlow's errors of the network. The workers cannot communicate any more: end the process.
+    The methods of `tfpar.Trainer`, and `tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`, raise it on the remaining
+    workers instead of TensorFlow's network errors. The workers can no longer communicate, so end the process.
 
     Example:
         >>> try:
@@ -38,10 +38,10 @@ class WorkerLostError(ConnectionError):
 
 
 def check_seconds(form_seconds: float, silence_seconds: float) -> None:
-    """Refuse time limits of a job that are out of range.
+    """Check that the time limits of a job are in range.
 
     Raises:
-        ValueError: If one is out of range.
+        ValueError: If one is not.
     """
     if not (0 < form_seconds <= A_WEEK_SECONDS and 1 <= silence_seconds <= A_WEEK_SECONDS):
         raise ValueError(
@@ -52,60 +52,54 @@ def check_seconds(form_seconds: float, silence_seconds: float) -> None:
 
 @contextlib.contextmanager
 def naming_lost_workers(
-    user_message: UserMessage, known: Callable[[], WorkerLostError | None] = lambda: None
+    user_message: UserMessage, detected: Callable[[], WorkerLostError | None] = lambda: None
 ) -> Iterator[None]:
-    """Raise `WorkerLostError` for TensorFlow's errors after the loss of another worker inside this context.
+    """Convert TensorFlow's errors after the loss of a worker into `WorkerLostError` in this context.
 
     Args:
-        user_message: Returns a sentence about an error of the data, None for other errors.
-        known: Returns the error of a loss that was noticed otherwise, None for none.
+        user_message: Returns a sentence about a data error, and None for other errors.
+        detected: Returns the error for a loss detected by other means, such as heartbeats.
     """
     try:
         with tf_function.unexplained_errors(_OF_NETWORK):
             yield
     except tf.errors.OpError as error:
         is_of_others = isinstance(error, OF_LOST_WORKER) and user_message(error) is None
-        if is_of_others and (lost := known() or lost_worker(error)):
+        if is_of_others and (lost := detected() or lost_worker(error)):
             raise lost from None  # TensorFlow's traceback says nothing more; it stays in __context__
         raise
     except RuntimeError as error:
-        # TensorFlow 2.21 (TFE_ContextGetGraphDebugInfo) fails so while it explains an error of a lost worker.
+        # TensorFlow 2.21 (TFE_ContextGetGraphDebugInfo) raises it while it explains the error of a lost worker.
         unavailable = tf.errors.UnavailableError(None, None, "connection lost")
-        if "null not valid" in str(error) and (lost := known() or lost_worker(unavailable)):
+        if "null not valid" in str(error) and (lost := detected() or lost_worker(unavailable)):
             raise lost from error
         raise
 
 
 def lost_worker(error: tf.errors.OpError) -> WorkerLostError | None:
-    """Return the error to raise for one after the loss of another worker; None for any other error.
-
-    Args:
-        error: The error of a TensorFlow operation.
-    """
+    """Return the error for a lost worker if `error` is its consequence, else None."""
     job = tf_config.from_environment(os.environ)
     if job is None or job.num_workers == 1 or not isinstance(error, OF_LOST_WORKER):
         return None
     _, _, unhealthy = error.message.partition("unhealthy")
     silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
     if missing := reachability.unreachable(job, 2.0):
-        reason = "no heartbeat" if silent or isinstance(error, tf.errors.DeadlineExceededError) else reason_of(error)
+        reason = (
+            "no heartbeat" if silent or isinstance(error, tf.errors.DeadlineExceededError) else failure_reason(error)
+        )
         who = f"{', '.join(missing)} no longer respond{'s' * (len(missing) == 1)} ({reason})"
     elif silent:
         who = f"no heartbeat of {', '.join(dict.fromkeys(silent))}"
-    elif isinstance(error, tf.errors.InternalError):  # such as one of XLA on this worker alone
+    elif isinstance(error, tf.errors.InternalError):  # such as an XLA error on this worker only
         return None
     else:
         chief = "it is the chief if the other workers print the same"
-        who = f"it responds, but makes no progress; {chief} ({reason_of(error)})"
-    return error_of(who)
+        who = f"it responds, but makes no progress; {chief} ({failure_reason(error)})"
+    return lost_worker_error(who)
 
 
-def error_of(who: str) -> WorkerLostError:
-    """Return the error for lost workers.
-
-    Args:
-        who: Their addresses and the reason, as a clause.
-    """
+def lost_worker_error(who: str) -> WorkerLostError:
+    """Return the error for lost workers, described by a clause with their addresses and the reason."""
     return WorkerLostError(
         f"{LOST}: {who}. Start all workers again with the "
         "same command, which resumes from the last checkpoint if there is one; python -m tfpar.launch --max_restarts "
@@ -113,7 +107,7 @@ def error_of(who: str) -> WorkerLostError:
     )
 
 
-def reason_of(error: tf.errors.OpError) -> str:
-    """Return the part of TensorFlow's message with the cause."""
-    found = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
-    return found[found.re.groups][:160] if found else type(error).__name__
+def failure_reason(error: tf.errors.OpError) -> str:
+    """Return the cause in TensorFlow's message."""
+    match = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
+    return match[match.re.groups][:160] if match else type(error).__name__

@@ -1,4 +1,4 @@
-"""The start of a job: options, formation of the cluster, equal versions; and the message for a lost worker."""
+"""Cluster formation, and the checks before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.files.code_listing import code_listing
-from tfpar.workers.lost_workers import check_seconds, reason_of
+from tfpar.workers.lost_workers import check_seconds, failure_reason
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
@@ -27,10 +27,10 @@ STARTED = (
 def check_options(
     all_reduce: str, pack_bytes: int | None, compression: str | None, form_seconds: float, silence_seconds: float
 ) -> None:
-    """Refuse options of `MultiWorker` that are out of range.
+    """Check that the options of `MultiWorker` are in range.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If one is not.
     """
     if all_reduce not in ("auto", "ring", "nccl"):
         raise ValueError(f"all_reduce must be 'auto', 'ring' or 'nccl', received {all_reduce!r}.")
@@ -46,7 +46,7 @@ def check_options(
 def check_sync(
     sync: str, every: int, average_optimizer: bool, compression: str | None, shard: str | None = None
 ) -> None:
-    """Refuse options of `MultiWorker` that exclude each other.
+    """Check that the options of `MultiWorker` are compatible.
 
     Raises:
         ValueError: If two options exclude each other.
@@ -70,16 +70,16 @@ def check_sync(
 
 
 def check_eager(model: keras.Model, num_local_replicas: int) -> None:
-    """Refuse a model that runs eagerly on several devices of a worker.
+    """Refuse eager models on workers with several devices, which would deadlock.
 
-    TensorFlow 2.21 runs eager replicas one after the other, and the first would wait for a message of the second.
+    TensorFlow 2.21 runs eager replicas one after the other, and the first would wait for the second in a collective.
 
     Args:
         model: A compiled model.
-        num_local_replicas: Replicas of this worker.
+        num_local_replicas: Number of replicas on this worker.
 
     Raises:
-        ValueError: If it does.
+        ValueError: If the model runs eagerly on several local replicas.
     """
     if model.run_eagerly and num_local_replicas > 1:
         raise ValueError(
@@ -89,11 +89,7 @@ def check_eager(model: keras.Model, num_local_replicas: int) -> None:
 
 
 def named(kind: str, shard: str | None) -> str:
-    """Return the name of a strategy for messages.
-
-    Args:
-        kind: Its class.
-        shard: Its argument `shard`.
+    """Return the name of a strategy with its argument `shard`, for messages.
 
     Example:
         >>> named("MultiWorker", "optimizer"), named("Hybrid", None)
@@ -112,16 +108,16 @@ def form_cluster(
     """Form TensorFlow's cluster after the rendezvous of all workers, and return its strategy.
 
     Args:
-        job: The job of this process; None for one worker.
-        devices: Device names of this worker; None for all GPUs, or else all logical CPUs.
+        job: The job of this process; None for a single worker.
+        devices: Device names of this worker; None for all GPUs, or all logical CPUs without GPUs.
         form_seconds: Seconds to wait for all workers.
-        silence_seconds: Seconds without a message after which a worker counts as lost.
-        strategy: The name of the strategy, the same on all workers.
+        silence_seconds: Seconds without a heartbeat after which a worker counts as lost.
+        strategy: The name of the strategy, which must be equal on all workers.
 
     Raises:
         ValueError: If a device does not exist, GPUs and CPUs are mixed, or the workers create different strategies.
-        RuntimeError: If TensorFlow has started already.
-        TimeoutError: If a worker does not appear in time, or is lost while TensorFlow starts.
+        RuntimeError: If TensorFlow has already started.
+        TimeoutError: If a worker is missing, or lost while TensorFlow starts.
     """
     names = cluster.configured_devices(devices)
     cluster.check_one_kind("MultiWorker", names)
@@ -148,20 +144,20 @@ def form_cluster(
         missing = reachability.unreachable(job, 2.0)
         raise TimeoutError(
             f"All {job.num_workers} workers were connected, and {', '.join(missing) or 'one of them'} was lost while "
-            f"TensorFlow started: {reason_of(error)}. Look at its output."
+            f"TensorFlow started: {failure_reason(error)}. Look at its output."
         ) from error
 
 
 def _begin_confined(
     begin: Callable[[], tf.distribute.MultiWorkerMirroredStrategy], job: tf_config.JobConfig
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Form the cluster of a job on this machine with TensorFlow's server on the loopback only."""
+    """Form the cluster of a local job, with TensorFlow's server restricted to the loopback."""
     with tf_server.starting_without_lock(), loopback.server_confined(job.addresses[job.rank]):
         return begin()
 
 
 def versions() -> dict[str, str]:
-    """Return the properties that must be equal on all workers: versions, and the code of tfpar and of the program."""
+    """Return the versions and the source code that must be equal on all workers."""
     main = getattr(sys.modules["__main__"], "__file__", None)
     return {
         "Python's version": ".".join(map(str, sys.version_info[:2])),

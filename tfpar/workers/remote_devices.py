@@ -1,7 +1,7 @@
-"""Devices of other processes: each runs TensorFlow's server, and the first process runs the steps on all of them.
+"""Remote devices: the chief runs all steps on the devices of all workers, each of which runs TensorFlow's server.
 
 worker 0   the script, all steps ──┬── its own devices
-worker 1   a server, no script     └── its devices           until worker 0 has ended, or is lost
+worker 1   a server only           └── its devices           until worker 0 ends or is lost
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tfpar.workers.worker_watch import WorkerWatch, leave_in_time
 
 _JOB = "worker"
 _POLL_SECONDS = 1.0
-_AFTER_CHIEF_SECONDS = 1.0  # the launcher then names the chief as the first that failed
-# The devices of the workers of a connected job, by their addresses: a process connects once.
+_AFTER_CHIEF_SECONDS = 1.0  # so that the launcher names the chief as the first that failed
+# Connected jobs, by addresses: a process connects once.
 _CONNECTED: dict[tuple[str, ...], RemoteDevices] = {}
 _STARTED = (
     "A strategy on the devices of all workers must come before TensorFlow's first operation, and TensorFlow runs "
@@ -35,11 +35,11 @@ _STARTED = (
 
 
 class RemoteDevices(NamedTuple):
-    """The devices of the workers of a job.
+    """The devices of all workers.
 
     Args:
-        of_workers: The full names of the devices of each worker, by rank.
-        watch: Notices the loss of a worker.
+        of_workers: The full device names of each worker, by rank.
+        watch: Detects lost workers.
     """
 
     of_workers: list[list[str]]
@@ -47,22 +47,22 @@ class RemoteDevices(NamedTuple):
 
 
 def connect(job: tf_config.JobConfig, form_seconds: float, silence_seconds: float, strategy: str) -> RemoteDevices:
-    """Connect the processes of a job; return on the chief the devices of each.
+    """Connect the workers of a job; return the devices of all workers on the chief.
 
-    A later call in the chief returns the same devices. The other processes lend theirs in this call, and end with the
-    chief.
+    On the other workers, the call serves their devices until the chief ends, and does not return. Later calls on the
+    chief return the same devices.
 
     Args:
-        job: The job and the rank of this process in it.
+        job: The job of this process.
         form_seconds: Seconds to wait for all workers.
-        silence_seconds: The time without a heartbeat after which a worker counts as failed.
-        strategy: The strategy that all processes create.
+        silence_seconds: Seconds without a heartbeat after which a worker counts as lost.
+        strategy: The name of the strategy, which must be equal on all workers.
 
     Raises:
-        RuntimeError: If TensorFlow has started already.
-        TimeoutError: If a worker does not appear in time.
+        RuntimeError: If TensorFlow has already started.
+        TimeoutError: If a worker is missing.
         WorkerLostError: If a worker is lost while TensorFlow starts.
-        SystemExit: On the other processes, when the chief has ended or is lost.
+        SystemExit: On the other workers, when the chief ends or is lost.
     """
     if tuple(job.addresses) in _CONNECTED:
         return _CONNECTED[tuple(job.addresses)]
@@ -73,21 +73,20 @@ def connect(job: tf_config.JobConfig, form_seconds: float, silence_seconds: floa
     rendezvous.connect_workers(job, form_seconds, connections.__setitem__, strategy)
     spec = tf.train.ClusterSpec({_JOB: list(job.addresses)})
     if job.rank > 0:
-        _lend(job, spec, names, heartbeats.Pings(connections[0], silence_seconds))
+        _serve(job, spec, names, heartbeats.Pings(connections[0], silence_seconds))
     watch = WorkerWatch(job, connections, silence_seconds)
     with watch.guarding(), _confined(job):
         _wait_for_servers(job, form_seconds, watch)
         tf.config.experimental_connect_to_cluster(spec, job_name=_JOB, task_index=0, protocol="grpc")
-    found = RemoteDevices(_devices_of_workers(job.num_workers), watch)
-    _CONNECTED[tuple(job.addresses)] = found
-    return found
+    _CONNECTED[tuple(job.addresses)] = devices = RemoteDevices(_devices_by_rank(job.num_workers), watch)
+    return devices
 
 
 def label(device: str) -> str:
-    """Return a short name of a device, with the rank of its worker if it has one.
+    """Return a readable name of a device, with the rank of its worker if it has one.
 
     Args:
-        device: A full or a partial name.
+        device: A full or partial device name.
 
     Example:
         >>> label("/job:worker/replica:0/task:1/device:GPU:0"), label("/device:GPU:0")
@@ -98,13 +97,12 @@ def label(device: str) -> str:
     return f"{worker}{spec.device_type}:{spec.device_index}"
 
 
-def _lend(
+def _serve(
     job: tf_config.JobConfig, spec: tf.train.ClusterSpec, names: Sequence[str], pings: heartbeats.Pings
 ) -> NoReturn:
-    """Lend the devices of this process to the chief until its end.
+    """Serve the devices of this process to the chief until it ends, then exit.
 
-    Raises:
-        SystemExit: At the end, with a code that lets the launcher start the job again if the chief was lost.
+    The exit code lets the launcher restart the job if the chief was lost.
     """
     pings.start()
     _forward_signals(pings)
@@ -121,7 +119,7 @@ def _lend(
     while pings.is_alive():
         pings.join(_POLL_SECONDS)  # a signal interrupts it
     del server
-    # The server of TensorFlow 2.21 cannot be stopped: operations that wait for the chief must not hold this process.
+    # TensorFlow 2.21's server cannot be stopped: operations that wait for the chief must not keep the process alive.
     leave_in_time()
     if pings.loss is None:
         raise SystemExit(0)
@@ -131,7 +129,7 @@ def _lend(
 
 
 def _forward_signals(pings: heartbeats.Pings) -> None:
-    """Let the chief stop the job, with a checkpoint, when this process gets Ctrl-C or SIGTERM."""
+    """Forward Ctrl-C and SIGTERM to the chief, which stops the job with a checkpoint."""
     if threading.current_thread() is not threading.main_thread():
         return
 
@@ -159,17 +157,19 @@ def _wait_for_servers(job: tf_config.JobConfig, seconds: float, watch: WorkerWat
 
 
 def _confined(job: tf_config.JobConfig) -> contextlib.AbstractContextManager[None]:
-    """Restrict the server of this process to the loopback where all workers are on this machine."""
+    """Restrict the server of a local job to the loopback."""
     return loopback.server_confined(job.addresses[job.rank]) if job.is_on_loopback else contextlib.nullcontext()
 
 
-def _devices_of_workers(num_workers: int) -> list[list[str]]:
-    """Return the full names of the GPUs of each worker, or else of its CPUs."""
-    found = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
-    of_workers = []
+def _devices_by_rank(num_workers: int) -> list[list[str]]:
+    """Return the full names of each worker's GPUs, or of its CPUs if it has no GPUs."""
+    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
+    specs.sort(key=lambda spec: spec.device_index or 0)
+    by_rank = []
     for rank in range(num_workers):
-        own = [one for one in found if one.task == rank]
-        gpus = [one for one in own if one.device_type == "GPU"]
-        chosen = sorted(gpus or [one for one in own if one.device_type == "CPU"], key=lambda one: one.device_index or 0)
-        of_workers.append([one.to_string() for one in chosen])
-    return of_workers
+        gpus, cpus = (
+            [spec.to_string() for spec in specs if (spec.task, spec.device_type) == (rank, kind)]
+            for kind in ("GPU", "CPU")
+        )
+        by_rank.append(gpus or cpus)
+    return by_rank

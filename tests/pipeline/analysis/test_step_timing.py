@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.analysis import reduction_timing, step_timing
-from tfpar.pipeline.analysis.reduction_timing import WorkerSums, measure_all_reduces
+from tfpar.pipeline.analysis import communication_timing, step_timing
+from tfpar.pipeline.analysis.communication_timing import WorkerSums, measure_all_reduces
 from tfpar.pipeline.schedule.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -94,7 +94,7 @@ def stage(*parameters: keras.Variable, gradients: Sequence[Any]) -> Any:
 
 def test_the_all_reduce_of_each_stage_follows_from_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Recorded()
-    monkeypatch.setattr(reduction_timing, "run_seconds", peers.run_seconds)
+    monkeypatch.setattr(communication_timing, "run_seconds", peers.run_seconds)
     dense, unused, half = (
         keras.Variable(tf.zeros([250, 1000]), dtype=dtype) for dtype in ("float32",) * 2 + ("float16",)
     )
@@ -117,8 +117,8 @@ def test_no_larger_messages_are_sent_than_the_gradients(
     most_bytes: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = Recorded()
-    monkeypatch.setattr(reduction_timing, "run_seconds", peers.run_seconds)
-    link = reduction_timing.measure_link(peers, "CPU:1", most_bytes)  # type: ignore[arg-type]
+    monkeypatch.setattr(communication_timing, "run_seconds", peers.run_seconds)
+    link = communication_timing.measure_link(peers, "CPU:1", most_bytes)  # type: ignore[arg-type]
     assert (link.latency_seconds, link.bytes_per_second) == pytest.approx((1e-3, 1e9))
     assert len(peers.messages) == count
 

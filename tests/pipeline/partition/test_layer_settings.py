@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tfpar.pipeline.partition.layer_settings import settings_of
+from tfpar.pipeline.partition.layer_settings import operation_settings
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -67,8 +67,8 @@ def block(times: int = 1, last: float = 1.0, activation: Any = keras.ops.relu) -
     ids=["Dense", "Lambda", "activation", "subclass", "block", "wrapper", "function"],
 )
 def test_equal_settings_are_equal_whatever_the_name(make: Callable[[], Any]) -> None:
-    assert settings_of(make()) == settings_of(make())
-    assert hash(settings_of(make())) == hash(settings_of(make()))
+    assert operation_settings(make()) == operation_settings(make())
+    assert hash(operation_settings(make())) == hash(operation_settings(make()))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_equal_settings_are_equal_whatever_the_name(make: Callable[[], Any]) -> 
     ids=["argument", "class", "wrapped", "inner", "array", "function", "type", "Lambda", "activation"],
 )
 def test_other_settings_are_not_equal(one: Callable[[], Any], other: Callable[[], Any]) -> None:
-    assert settings_of(one()) != settings_of(other())
+    assert operation_settings(one()) != operation_settings(other())
 
 
 def test_a_frozen_layer_of_an_own_class_has_a_cost_of_its_own() -> None:
     first, second = Repeated(4, 2), Repeated(4, 2)
     second.trainable = False
-    assert settings_of(first) != settings_of(second)
+    assert operation_settings(first) != operation_settings(second)

@@ -15,7 +15,14 @@ from tests.support.architectures import equal_balance, run_stages
 from tests.support.extent import sampled
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value, trace
-from tfpar.pipeline.partition.stages import Stage, bytes_per_example, cut_values, owner_of, split_graph, users_of
+from tfpar.pipeline.partition.stages import (
+    Stage,
+    bytes_per_example,
+    cut_values,
+    split_graph,
+    variable_owners,
+    variable_readers,
+)
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -123,8 +130,8 @@ def test_the_first_stage_that_reads_a_weight_owns_it() -> None:
     model = tied()
     stages = split_graph(trace(model), [1, 1, 1])
     embeddings, *hidden = model.trainable_variables
-    assert owner_of(stages) == {id(embeddings): 0, **{id(v): 1 for v in hidden}}
-    assert users_of(stages) == {id(embeddings): (0, 2), **{id(v): (1,) for v in hidden}}
+    assert variable_owners(stages) == {id(embeddings): 0, **{id(v): 1 for v in hidden}}
+    assert variable_readers(stages) == {id(embeddings): (0, 2), **{id(v): (1,) for v in hidden}}
 
 
 # --- the output of the stages -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from keras import layers
 
 from tfpar.pipeline.graph.tracing import trace
 from tfpar.pipeline.partition.stages import split_graph
-from tfpar.pipeline.partition.traffic import Traffic, by_traffic, traffic
+from tfpar.pipeline.partition.traffic import Traffic, sort_by_traffic, traffic
 
 LENT = [[f"/job:worker/replica:0/task:{rank}/device:CPU:{index}" for index in (0, 1)] for rank in (0, 1)]
 STAGES_TOGETHER = [[LENT[0][0], LENT[0][1]], [LENT[1][0], LENT[1][1]]]
@@ -48,6 +48,6 @@ def test_the_order_depends_on_the_batch(num_examples: int, first: list[list[str]
     model = skipping()
     graph = trace(model)
     grids = [STAGES_TOGETHER, REPLICAS_TOGETHER]
-    found = by_traffic(model, graph, split_graph(graph, [1, 3]), grids, num_examples)
+    found = sort_by_traffic(model, graph, split_graph(graph, [1, 3]), grids, num_examples)
     assert found[0].devices == first
     assert found[0].traffic.total_bytes < found[1].traffic.total_bytes

@@ -258,7 +258,7 @@ def test_replicas_run_the_same_order_on_devices_and_micro_batches_of_their_own(n
     grid = one.replicated(num_replicas)
     schedule.check(grid)
     assert schedule.parse(grid.to_text()) == grid
-    assert grid.of_one_replica == one
+    assert grid.first_replica == one
     assert (grid.num_stages, grid.num_microbatches) == (4, 4 * num_replicas)
     assert schedule.peak_activations(grid) == schedule.peak_activations(one)
     for device, order in enumerate(grid.actions):

@@ -12,7 +12,7 @@ from tests.support import small
 from tfpar.engines.stages import stage_planner
 from tfpar.pipeline import schedule
 from tfpar.pipeline.schedule.simulator import Durations, simulate
-from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers, with_more_in_flight
+from tfpar.pipeline.schedule.transfer_hiding import hide_transfers, with_more_in_flight
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -41,7 +41,7 @@ def test_a_slow_cut_costs_its_seconds_twice_a_step_instead_of_once_a_microbatch(
     order, slow = schedule.make("1f1b", 2, 16), durations(0.25)
     ideal = simulate(order, durations(0.0)).step_seconds
     assert simulate(order, slow).step_seconds == pytest.approx(ideal + 16 * 0.25)
-    assert simulate(hiding_transfers(order, slow), slow).step_seconds == pytest.approx(ideal + 0.5)
+    assert simulate(hide_transfers(order, slow), slow).step_seconds == pytest.approx(ideal + 0.5)
 
 
 # A pipeline whose transfers take time runs one more forward pass ahead, equal to one device, where memory suffices

@@ -51,7 +51,7 @@ def test_what_is_read_and_no_argument_is_found(name: str) -> None:
 
 
 class Scale(keras.layers.Layer):
-    """A layer that multiplies by a weight with a gradient of its own.
+    """A layer that multiplies by a weight in a function with a custom gradient.
 
     Args:
         way: How it reads the weight.
@@ -105,7 +105,7 @@ STAGED: dict[str, Callable[[], tfpar.Strategy]] = {
 @pytest.mark.parametrize("strategy", STAGED)
 def test_a_weight_that_is_no_argument_is_refused_in_stages(strategy: str, way: str) -> None:
     trainer = tfpar.Trainer(build(way), STAGED[strategy](), seed=0)
-    with pytest.raises(ValueError, match=r"must take all that is trained as arguments, received one that reads 'scale"):
+    with pytest.raises(ValueError, match=r"must take the weights and .* as arguments, received one that reads 'scale"):
         trainer.fit(small.data(), verbose=0)
     assert trainer.predict(small.data(), verbose=0).shape == (73, 3)
 

@@ -1,1 +1,1 @@
-"""Graphs, functions, gradients and kernels of TensorFlow."""
+"""TensorFlow graphs, functions, gradients and kernels."""

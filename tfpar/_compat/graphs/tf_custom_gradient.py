@@ -1,9 +1,8 @@
-"""Gradient functions of `tf.custom_gradient`, which TensorFlow keeps for as long as the process lives.
+"""Release of `tf.custom_gradient` functions, which TensorFlow 2.21 keeps until the process ends.
 
-Written for TensorFlow 2.21. Each use of `tf.custom_gradient` in a graph registers a function under a name of its own
-(`_graph_mode_decorator` in tensorflow/python/ops/custom_gradient.py), and nothing removes it again. It refers to the
-tensors around it, so the graph of every step that was ever traced stays in memory, with its model: each that sums over
-replicas (`ReplicaContext.all_reduce`) or has an activation such as `tf.nn.silu`.
+Each use of `tf.custom_gradient` in a graph registers a function under a new name (`_graph_mode_decorator` in
+tensorflow/python/ops/custom_gradient.py) and never removes it. The function references the tensors around it, so every
+traced graph that uses one, such as `ReplicaContext.all_reduce` or `tf.nn.silu`, stays in memory with its model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _register = ops.RegisterGradient.__call__
 
 
 def release_with_graphs() -> None:
-    """Keep gradient functions registered after this call only as long as their graphs exist."""
+    """From now on, keep gradient functions only as long as their graphs exist."""
     ops.RegisterGradient.__call__ = _register_in_graph
 
 
@@ -31,11 +30,11 @@ def _register_in_graph(registration: Any, function: Callable[..., Any]) -> Calla
         _register(registration, function)
         return function
     while isinstance(graph.outer_graph, FuncGraph):
-        graph = graph.outer_graph  # the bodies of loops and branches may be copied: the whole counts
-    held = weakref.ref(function)
+        graph = graph.outer_graph  # owns the function: bodies of loops and branches may be copied
+    reference = weakref.ref(function)
 
     def call(*arguments: Any) -> Any:
-        gradient = held()
+        gradient = reference()
         assert gradient is not None, "its graph exists while its gradient is computed"
         return gradient(*arguments)
 
@@ -46,28 +45,28 @@ def _register_in_graph(registration: Any, function: Callable[..., Any]) -> Calla
 
 
 def num_results(name: str) -> int:
-    """Return how many of the inputs of an operation are the results of a function with a gradient of its own.
+    """Return how many inputs of a custom-gradient op are results of its function.
 
-    The others are its arguments, then its variables. 0 for a gradient that `tf.custom_gradient` did not register.
+    They precede the arguments and variables of the function. 0 if `tf.custom_gradient` did not register the gradient.
 
     Args:
-        name: The name of its registration, the attribute `_gradient_op_type` of an operation.
+        name: The registered name: the attribute `_gradient_op_type` of the op.
     """
     try:
         function: Any = ops.gradient_registry.lookup(name)
     except LookupError:
         return 0
     while isinstance(function, types.FunctionType):
-        seen = dict(zip(function.__code__.co_freevars, _cells(function), strict=True))
-        if "flat_result_len" in seen:
-            return int(seen["flat_result_len"])
-        held = seen.get("held")
-        function = held() if held is not None else seen.get("tape_grad_fn")
+        closure = dict(zip(function.__code__.co_freevars, _cells(function), strict=True))
+        if "flat_result_len" in closure:
+            return int(closure["flat_result_len"])
+        reference = closure.get("reference")
+        function = reference() if reference is not None else closure.get("tape_grad_fn")
     return 0
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:
-    """Return the values that a function has from the functions around it; one without a value is equal to no other."""
+    """Yield the values in a function's closure; an empty cell yields a new object."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -1,8 +1,4 @@
-"""Calls of users' `tf.function` objects while their weights and states are replaced by other tensors.
-
-Written for TensorFlow 2.21. A `tf.function` is traced for a device and a signature, and its trace is used again. One
-that was traced inside of a `keras.StatelessScope` holds the tensors of that scope for good, instead of the weights.
-"""
+"""Tracing and calling of `tf.function` (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -30,9 +26,9 @@ _traced: list[dict[int, tuple[Function, Function]]] = []
 
 @contextlib.contextmanager
 def outside_of_functions() -> Iterator[None]:
-    """Leave all functions that are being traced, as `tf.init_scope`, in which no `tf.GradientTape` records (2.21).
+    """Leave all functions being traced, as `tf.init_scope` does, but let gradient tapes record.
 
-    Code of users that is traced here may have tapes: a loss with a gradient penalty, a layer that returns forces.
+    `tf.init_scope` stops all tapes, and user code that is traced thread_context may use them, as in a gradient penalty.
     """
     with tf.init_scope():
         is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
@@ -47,12 +43,13 @@ def outside_of_functions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_traces(*, in_all_threads: bool = False) -> Iterator[None]:
-    """Trace every `tf.function` that is called inside this context for this context only.
+    """Retrace every `tf.function` called in this context, and drop the traces at its end.
 
-    A context inside of another shares its traces, but not those of one for all threads.
+    A function traced in a `keras.StatelessScope` would keep the tensors of the scope instead of the weights in its
+    trace. Nested contexts share traces, except with a context for all threads.
 
     Args:
-        in_all_threads: Whether to do so in all threads, or in that of the caller only.
+        in_all_threads: Whether to apply to all threads, not just the calling one.
     """
     if _traced and not in_all_threads:
         yield
@@ -80,10 +77,10 @@ def own_traces(*, in_all_threads: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager_functions() -> Iterator[None]:
-    """Run every eager call of a `tf.function` inside this context as Python code, except with XLA.
+    """Run every eager call of a `tf.function` in this context as Python code, except with XLA.
 
-    `tf.vectorized_map` needs its graph, from which it makes another one, and stays as it is.
-    `tf.config.run_functions_eagerly` takes those too, and on CPUs Keras' grouped convolutions run in no other way.
+    Unlike `tf.config.run_functions_eagerly`, it excludes the functions of `tf.vectorized_map`, which need their graph,
+    and Keras' grouped convolutions on CPUs, which only run compiled.
     """
     original, thread = Function.__call__, threading.get_ident()
 
@@ -102,39 +99,38 @@ def _is_vectorized(function: Any) -> bool:
 
 
 def noinline_function(body: Callable[..., Any], *specs: Any, jit_compile: bool = False) -> Any:
-    """Trace a function whose calls are neither inlined nor compiled again for each call site.
+    """Trace a function whose calls are neither inlined nor specialized per call site.
 
-    TensorFlow 2.21's graph optimizer makes a copy of a function for each call with a constant among its arguments or
-    with an unused result, and optimizes every copy: 3 of 22 seconds until ResNet50's first step in 4 stages.
-    It knows an attribute against that (tensorflow/core/grappler/optimizers/function_optimizer.cc), which
-    `tf.function` does not let through.
+    TensorFlow 2.21's graph optimizer copies a function for each call with constant arguments or unused results, and
+    optimizes every copy: 3 of 22 seconds until the first step of ResNet50 in 4 stages. The attribute that prevents it
+    (tensorflow/core/grappler/optimizers/function_optimizer.cc) is not allowed by `tf.function`.
 
     Args:
         body: The function to trace.
-        *specs: Of its arguments.
-        jit_compile: Compile it with XLA.
+        *specs: The `tf.TypeSpec` of each argument.
+        jit_compile: Whether to compile it with XLA.
     """
-    wanted = {"_noinline", "_nospecialize"}
+    names = {"_noinline", "_nospecialize"}
     lists = ("POLYMORPHIC_FUNCTION_ALLOWLIST", "TRACING_COMPILATION_ALLOWLIST", "MONOMORPHIC_FUNCTION_ALLOWLIST")
-    with mock.patch.multiple(attributes, **{name: getattr(attributes, name) | wanted for name in lists}):
+    with mock.patch.multiple(attributes, **{name: getattr(attributes, name) | names for name in lists}):
         return tf.function(
             body,
             autograph=False,
             jit_compile=jit_compile or None,
-            experimental_attributes=dict.fromkeys(sorted(wanted), True),
+            experimental_attributes=dict.fromkeys(sorted(names), True),
         ).get_concrete_function(*specs)
 
 
 @contextlib.contextmanager
 def repeatable_names() -> Iterator[None]:
-    """Name functions that are traced inside this context by a count of their own.
+    """Use a separate counter for the names of functions traced in this context.
 
-    XLA's persistent cache finds a compilation by the name of its function too. TensorFlow 2.21 numbers functions by a
-    count of many objects (`ops.uid`), which differs in a program that resumes a run.
+    The keys of XLA's persistent cache include function names. TensorFlow 2.21 numbers functions with a counter shared
+    by many objects (`ops.uid`), which differs in a process that resumes a run.
     """
 
     def name(prefix: str) -> Callable[[str], str]:
-        return lambda of_python: f"{prefix}traced{next(_numbers)}{of_python}"
+        return lambda python_name: f"{prefix}traced{next(_numbers)}{python_name}"
 
     with mock.patch.multiple(
         concrete_function,
@@ -146,63 +142,62 @@ def repeatable_names() -> Iterator[None]:
 
 
 def unordered_call(function: Any, *arguments: Any) -> Any:
-    """Call a concrete function without an order among stateful operations; control dependencies give the order.
+    """Call a concrete function as a stateless op, ordered by control dependencies only.
 
-    TensorFlow 2.21 calls a function that assigns a variable with an operation that counts as stateful. It runs those of
-    a graph one after the other, and a loop with one of them no longer overlaps its iterations: two stages in a loop
-    took 2.05 s instead of 1.09 s. A caller has to order all calls that read or assign the same variable, and to use a
-    result, or the call is pruned.
+    TensorFlow 2.21 calls functions that assign variables with a stateful op. Stateful ops of a graph run one after the
+    other, and a loop with such an op does not overlap its iterations: two stages in a loop took 2.05 s instead of
+    1.09 s. The caller must order calls that access the same variable, and use a result, or the call is pruned.
 
     Args:
         function: A concrete function.
-        *arguments: Its arguments, as it was traced with; None for those that are no tensors.
+        *arguments: The arguments in the traced structure, with None for non-tensors.
 
     Returns:
-        Its results.
+        The results of the function.
     """
-    tensors = [one for one in tf.nest.flatten(arguments, expand_composites=True) if one is not None]
+    tensors = [tensor for tensor in tf.nest.flatten(arguments, expand_composites=True) if tensor is not None]
     specs = function.structured_outputs
     leaves = tf.nest.flatten(specs, expand_composites=True)
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    types = [leaf.dtype for leaf in wanted]
+    result_specs = [leaf for leaf in leaves if leaf is not None]
+    types = [leaf.dtype for leaf in result_specs]
     results = _partitioned_call(function, [*tensors, *function.captured_inputs], types) if types else []
-    for result, leaf in zip(results, wanted, strict=True):
+    for result, leaf in zip(results, result_specs, strict=True):
         result.set_shape(leaf.shape)
     remaining = iter(results)
     flat = [None if leaf is None else next(remaining) for leaf in leaves]
     return tf.nest.pack_sequence_as(specs, flat, expand_composites=True)
 
 
-def _partitioned_call(function: Any, given: Sequence[tf.Tensor], types: Sequence[tf.DType]) -> Any:
-    """Add the call to the graph, without inference of the shapes of all tensors inside of the function.
+def _partitioned_call(function: Any, inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]) -> Any:
+    """Add the call to the graph without shape inference inside the function.
 
-    For that TensorFlow 2.21 would build the graph of the function in C++ for each call
-    (tensorflow/core/common_runtime/shape_refiner.cc): 20 ms and 5 MB for one of 400 operations.
+    For shape inference, TensorFlow 2.21 would build the function's graph in C++ for each call
+    (tensorflow/core/common_runtime/shape_refiner.cc): 20 ms and 5 MB for 400 ops.
     """
     if tf.executing_eagerly():
-        return tf.raw_ops.PartitionedCall(args=given, Tout=types, f=function)
+        return tf.raw_ops.PartitionedCall(args=inputs, Tout=types, f=function)
     graph = tf.compat.v1.get_default_graph()
     function.add_to_graph(graph)
     attrs = {
-        "Tin": _attribute(list=_attribute.ListValue(type=[one.dtype.as_datatype_enum for one in given])),
-        "Tout": _attribute(list=_attribute.ListValue(type=[one.as_datatype_enum for one in types])),
+        "Tin": _attribute(list=_attribute.ListValue(type=[tensor.dtype.as_datatype_enum for tensor in inputs])),
+        "Tout": _attribute(list=_attribute.ListValue(type=[dtype.as_datatype_enum for dtype in types])),
         "f": _attribute(func=attr_value_pb2.NameAttrList(name=function.name)),
         attributes.DISABLE_CALL_SHAPE_INFERENCE: _attribute(b=True),
     }
-    return graph.create_op("PartitionedCall", list(given), list(types), attrs=attrs).outputs
+    return graph.create_op("PartitionedCall", list(inputs), list(types), attrs=attrs).outputs
 
 
 def unordered_timestamp() -> tf.Tensor:
-    """Return the time when it runs, seconds in float64; it waits for the control dependencies given and nothing else.
+    """Return the current time in seconds (float64), ordered by explicit control dependencies only.
 
-    TensorFlow 2.21 lets the operations of a function that read the clock run one after the other
-    (tensorflow/python/framework/auto_control_deps.py), and with them everything that is timed.
+    TensorFlow 2.21 serializes the clock reads of a function (tensorflow/python/framework/auto_control_deps.py), and
+    with them everything that is timed.
     """
     return _unordered(tf.timestamp())
 
 
 def _unordered(result: tf.Tensor) -> tf.Tensor:
-    """Return the result of a stateful operation, which then waits for no other stateful operation."""
+    """Exempt a stateful op from the order of stateful ops."""
     manager = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().experimental_acd_manager
     if manager is not None:
         manager.run_independently(result.op)
@@ -210,22 +205,22 @@ def _unordered(result: tf.Tensor) -> tf.Tensor:
 
 
 def fresh_zeros(shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
-    """Return zeros that are computed in each run of a traced function.
+    """Return zeros that are computed in each run of a traced function instead of folded into a constant.
 
-    TensorFlow 2.21 computes zeros, and what depends on them alone, once, and holds the result until the program ends:
-    constants up to 10 MB, and a variant of any size, since it does not count what the variant refers to
-    (`ReplaceTensorWithConstant` in tensorflow/core/common_runtime/constant_folding.cc). A stateful operation is none.
+    TensorFlow 2.21 folds zeros and what depends on them, and keeps the constants until the process ends: up to 10 MB
+    each, and variants of any size, since it does not count their content (`ReplaceTensorWithConstant` in
+    tensorflow/core/common_runtime/constant_folding.cc). It does not fold stateful ops.
     """
     return _unordered(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True))
 
 
 @contextlib.contextmanager
 def unexplained_errors(kinds: tuple[type[tf.errors.OpError], ...]) -> Iterator[None]:
-    """Raise errors of some kinds inside this context without the lines of Python that created the failed operations.
+    """Raise errors of the given kinds in this context without the Python traceback of the failed op.
 
-    For these lines TensorFlow 2.21 reads the stacks of all operations of the failed function
-    (`TFE_ContextGetGraphDebugInfo`). After the loss of another process, with more than one Python thread, that has
-    ended the process with SIGSEGV, or raised "construction from null is not valid".
+    To find it, TensorFlow 2.21 reads the stacks of all ops of the failed function (`TFE_ContextGetGraphDebugInfo`).
+    After the loss of another process, and with several Python threads, that has crashed with SIGSEGV or raised
+    "construction from null is not valid".
     """
     original = InterpolateRuntimeError.__exit__
 
@@ -238,23 +233,23 @@ def unexplained_errors(kinds: tuple[type[tf.errors.OpError], ...]) -> Iterator[N
 
 @contextlib.contextmanager
 def short_graph_optimization() -> Iterator[None]:
-    """Skip most of TensorFlow 2.21's graph optimization for functions that are traced or called inside this context.
+    """Skip most graph optimizations for functions traced or called in this context.
 
-    Its graph optimizer has a dozen passes and goes twice over each function. One round of these five takes 2 to 3 of 25
-    seconds less until ResNet50's first step in 4 stages; steps take as long as before, to a few percent. Without any of
-    them roundings differ from those on one device, for which constants are folded. `tf.config.optimizer` chooses for
-    the whole process, and a choice of the user there is kept; this changes the calling thread alone
-    (tensorflow/python/eager/context.py, FunctionCallOptions).
+    TensorFlow 2.21's graph optimizer runs a dozen passes twice over each function. A single round of the five below
+    saves 2 to 3 of 25 seconds until the first step of ResNet50 in 4 stages; the duration of a step stays within a few
+    percent. With fewer passes, rounding would differ from that on one device, where constants are folded. Unlike
+    `tf.config.optimizer`, this affects the calling thread only (`FunctionCallOptions` in
+    tensorflow/python/eager/context.py). Options set by the user are kept.
     """
-    here = context.context()
-    before = here.function_call_options
+    thread_context = context.context()
+    before = thread_context.function_call_options
     config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
     options = config.graph_options.rewrite_options
     if not options.ByteSize():
         options.meta_optimizer_iterations = options.ONE
         options.optimizers[:] = ["constfold", "remap", "arithmetic", "layout", "dependency"]
-    here.function_call_options = context.FunctionCallOptions(before.executor_type, config)
+    thread_context.function_call_options = context.FunctionCallOptions(before.executor_type, config)
     try:
         yield
     finally:
-        here.function_call_options = before
+        thread_context.function_call_options = before

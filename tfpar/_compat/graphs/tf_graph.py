@@ -1,8 +1,4 @@
-"""Order, devices, effects and costs of operations of a graph that exist already.
-
-Written for TensorFlow 2.21. `tf.control_dependencies` orders operations only when they are created, and a
-`tf.GradientTape` creates those of a backward pass all at once. `auto_control_deps` of TensorFlow uses the same method.
-"""
+"""Order, devices, side effects and costs of existing ops of a graph (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from tensorflow.python.util import deprecation
 
 from tfpar._compat import versions
 
-# Operations that TensorFlow counts as stateful: they read a variable, check a value, or contain others.
+# Stateful ops without side effects of their own: they read a variable, check a value, or contain other ops.
 _READS_AND_CALLS = {
     "ReadVariableOp",
     "ResourceGather",
@@ -28,51 +24,40 @@ _READS_AND_CALLS = {
     "While",
     "StatefulPartitionedCall",
 }
-PYTHON = frozenset(["PyFunc", "EagerPyFunc", "PyFuncStateless"])  # functions of the Python process that traced them
+PYTHON = frozenset(["PyFunc", "EagerPyFunc", "PyFuncStateless"])
 
 
 def has_loops(graph: Any) -> bool:
-    """Return whether a function has a loop, in the functions that it calls too.
-
-    Args:
-        graph: The graph of a concrete function.
-    """
+    """Return whether a function's graph, or a function that it calls, contains a loop."""
     return bool(operation_types(graph) & {"While", "StatelessWhile"})
 
 
 def calls_python(graph: Any) -> bool:
-    """Return whether a function calls one of Python, as by `tf.numpy_function`, in the functions that it calls too.
-
-    Args:
-        graph: The graph of a concrete function.
-    """
+    """Return whether a function's graph, or a function that it calls, calls Python, as by `tf.numpy_function`."""
     return bool(operation_types(graph) & PYTHON)
 
 
 def operation_types(graph: Any) -> set[str]:
-    """Return the types of the operations of a function, and of the functions that it calls.
-
-    Args:
-        graph: The graph of a concrete function.
-    """
+    """Return the types of all ops of a function's graph and of the functions that it calls."""
     whole = graph.as_graph_def()
     nodes = itertools.chain(whole.node, *(function.node_def for function in whole.library.function))
     return {node.op for node in nodes}
 
 
 def called_graphs(op: tf.Operation) -> list[Any]:
-    """Return the graphs of the functions that an operation calls, such as the branches of a condition.
-
-    Args:
-        op: An operation of the graph of a concrete function.
-    """
-    attributes = op.node_def.attr.values()
-    names = [one.name for value in attributes for one in (*value.list.func, *[value.func] * value.HasField("func"))]
-    return [versions.private(op.graph, "_get_function")(name).graph for name in names]
+    """Return the graphs of the functions that an op calls, such as the branches of a condition."""
+    functions = []
+    for value in op.node_def.attr.values():
+        functions += [*value.list.func, *[value.func] * value.HasField("func")]
+    return [versions.private(op.graph, "_get_function")(function.name).graph for function in functions]
 
 
 def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:
-    """Run an operation before others of its graph, none of which it may depend on."""
+    """Add control dependencies between existing ops, which `tf.control_dependencies` cannot do.
+
+    A `tf.GradientTape` creates all ops of a backward pass at once. TensorFlow's `auto_control_deps` uses this method
+    too.
+    """
     for op in then:
         op._add_control_inputs([first])
 
@@ -109,10 +94,10 @@ def _replica_scope(name: str) -> str:
 
 
 def leave_checks_unordered() -> None:
-    """Let the checks of the function that is being traced run in any order.
+    """Exempt the assertions of the function being traced from the order of stateful ops.
 
-    TensorFlow 2.21 lets operations with effects run one after the other (`auto_control_deps.py`), checks among them. A
-    check on one GPU would wait for that on another GPU, and so for all that the other has to compute before.
+    TensorFlow 2.21 serializes stateful ops, including assertions (`auto_control_deps.py`). An assertion on one GPU
+    would wait for one on another GPU, and so for everything computed there before.
     """
     graph = tf.compat.v1.get_default_graph()
     for op in graph.get_operations():
@@ -121,14 +106,10 @@ def leave_checks_unordered() -> None:
 
 
 def place_constants(op: tf.Operation, device: str) -> None:
-    """Place the floating-point constants among the inputs of an operation that have no device yet.
+    """Place an op's floating-point constant inputs on its device, unless they have one.
 
-    TensorFlow 2.21 folds constants between operations of one device alone. A constant elsewhere, on the first device,
-    could change the last bit of a result.
-
-    Args:
-        op: An operation.
-        device: Its device.
+    TensorFlow 2.21 folds constants only between ops on the same device. A constant on another device, the first by
+    default, could change the last bit of a result.
     """
     for tensor in op.inputs:
         if tensor.op.type == "Const" and tensor.dtype.is_floating and not tensor.op.device:
@@ -136,37 +117,27 @@ def place_constants(op: tf.Operation, device: str) -> None:
 
 
 def assigns(kind: str) -> bool:
-    """Return whether operations of a kind assign a variable.
-
-    Args:
-        kind: Such as "AssignAddVariableOp".
-    """
+    """Return whether ops of a type, such as "AssignAddVariableOp", assign a variable."""
     return kind.startswith(("Assign", "ResourceScatter", "ResourceStridedSlice"))
 
 
 def effects(graph: Any) -> set[str]:
-    """Return the kinds of operations of a graph, and of its functions, that do more than compute from what they read.
+    """Return the types of ops with side effects in a function's graph and the functions that it calls.
 
-    Such are those that assign a variable, draw from a generator of TensorFlow, print, or run Python.
-
-    Args:
-        graph: The graph of a concrete function.
+    Such ops assign a variable, advance a random generator, print, or run Python.
     """
     definition = graph.as_graph_def()
-    nodes = [*definition.node, *(node for one in definition.library.function for node in one.node_def)]
-    names = {one.signature.name for one in definition.library.function}
+    functions = definition.library.function
+    nodes = itertools.chain(definition.node, *(function.node_def for function in functions))
+    names = {function.signature.name for function in functions}
     kinds = {node.op for node in nodes} - names - _READS_AND_CALLS
     return {kind for kind in kinds if (known := op_def_registry.get(kind)) is None or known.is_stateful}
 
 
 def num_float_operations(graph: Any) -> float:
-    """Return the floating-point operations of a graph.
+    """Return the floating-point operations of a function's graph.
 
-    The counter of TensorFlow 2.21 calls a function that warns of its own deprecation (`flops_registry.py`), with advice
-    that no caller can follow.
-
-    Args:
-        graph: The graph of a concrete function.
+    TensorFlow 2.21's counter calls a deprecated function (`flops_registry.py`), whose warning is suppressed.
     """
     builder = tf.compat.v1.profiler.ProfileOptionBuilder
     options = builder(builder.float_operation()).with_empty_output().build()

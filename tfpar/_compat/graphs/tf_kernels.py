@@ -1,7 +1,7 @@
-"""The kernels that TensorFlow has for an operation on GPUs (TensorFlow 2.21), on machines without a GPU as well.
+"""TensorFlow's GPU kernels of an op (TensorFlow 2.21), also on machines without a GPU.
 
-The wheel for Linux registers its GPU kernels when it is imported, whatever devices there are. The public API does not
-list them: `tensorflow/python/framework/kernels.py` and `op_def_registry.py` do.
+The Linux wheel registers its GPU kernels on import, whatever devices there are. They are listed by
+`tensorflow/python/framework/kernels.py` and `op_def_registry.py`, but not by the public API.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from tensorflow.python.framework import kernels, op_def_registry
 
-# A type attribute of an operation: one DataType number, or those of a list.
+# The type attributes of an op, each with one DataType number or several for a list.
 TypeAttributes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel of an operation on GPUs.
+    """The GPU kernel of an op.
 
     Attributes:
-        host_arguments: The names of the inputs and outputs that lie in the memory of the host.
+        host_arguments: The names of inputs and outputs in host memory.
     """
 
     host_arguments: frozenset[str]
@@ -30,12 +30,12 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of one operation of a graph.
+    """The inputs and outputs of a node.
 
     Attributes:
-        types: Its type attributes, by which TensorFlow chooses a kernel.
-        inputs: The name of the argument of each input.
-        outputs: The name of the argument of each output.
+        types: The type attributes, which select a kernel.
+        inputs: The argument name of each input.
+        outputs: The argument name of each output.
         output_types: The DataType number of each output.
     """
 
@@ -46,7 +46,7 @@ class Signature:
 
 
 def op_def(operation: str) -> Any:
-    """Return the OpDef of a registered operation; None for the name of a function."""
+    """Return the OpDef of a registered op; None for the name of a function."""
     return op_def_registry.get(operation)
 
 
@@ -54,13 +54,13 @@ def signature(definition: Any, attributes: Mapping[str, Any]) -> Signature:
     """Return the inputs and outputs of a node.
 
     Args:
-        definition: The OpDef of its operation or function.
-        attributes: Its attributes, `NodeDef.attr`; those that it lacks have the defaults of the operation.
+        definition: The OpDef of its op or function.
+        attributes: `NodeDef.attr`; missing attributes have their defaults.
     """
-    values = {one.name: one.default_value for one in definition.attr} | dict(attributes)
-    types = {one.name: _types(values[one.name]) for one in definition.attr if one.type in ("type", "list(type)")}
-    inputs = [(one.name, kind) for one in definition.input_arg for kind in _expanded(one, types, values)]
-    outputs = [(one.name, kind) for one in definition.output_arg for kind in _expanded(one, types, values)]
+    values = {attr.name: attr.default_value for attr in definition.attr} | dict(attributes)
+    types = {attr.name: _types(values[attr.name]) for attr in definition.attr if attr.type in ("type", "list(type)")}
+    inputs = [(arg.name, kind) for arg in definition.input_arg for kind in _expanded(arg, types, values)]
+    outputs = [(arg.name, kind) for arg in definition.output_arg for kind in _expanded(arg, types, values)]
     return Signature(
         tuple(sorted(types.items())),
         tuple(name for name, _ in inputs),
@@ -83,28 +83,30 @@ def _expanded(argument: Any, types: Mapping[str, tuple[int, ...]], values: Mappi
 
 @functools.cache
 def gpu_kernel(operation: str, types: TypeAttributes) -> Kernel | None:
-    """Return the kernel of an operation on GPUs for its types; None without one.
+    """Return the GPU kernel of an op for its types, if there is one.
 
     Args:
-        operation: Its name, such as "MatMul".
-        types: Its type attributes.
+        operation: The type of the op, such as "MatMul".
+        types: The type attributes.
 
     Example:
         >>> gpu_kernel("UniqueV2", (("T", (1,)), ("Taxis", (9,)), ("out_idx", (3,)))) is None  # T is float32
         True
     """
-    given = dict(types)
-    found = [
-        one
-        for one in kernels.get_registered_kernels_for_op(operation).kernel
-        if one.device_type in ("GPU", "DEFAULT") and not one.label and _fits(one, given)
+    by_name = dict(types)
+    matching = [
+        kernel
+        for kernel in kernels.get_registered_kernels_for_op(operation).kernel
+        if kernel.device_type in ("GPU", "DEFAULT") and not kernel.label and _fits(kernel, by_name)
     ]
-    # TensorFlow takes a kernel for all devices only where the device has none of its own.
-    chosen = next((one for one in found if one.device_type == "GPU"), found[0] if found else None)
+    # TensorFlow uses a kernel for all devices only if the device has none of its own.
+    chosen = next((kernel for kernel in matching if kernel.device_type == "GPU"), matching[0] if matching else None)
     return None if chosen is None else Kernel(frozenset(chosen.host_memory_arg))
 
 
 def _fits(kernel: Any, types: Mapping[str, tuple[int, ...]]) -> bool:
     return all(
-        set(types[one.name]) <= set(one.allowed_values.list.type) for one in kernel.constraint if one.name in types
+        set(types[constraint.name]) <= set(constraint.allowed_values.list.type)
+        for constraint in kernel.constraint
+        if constraint.name in types
     )

@@ -1,14 +1,14 @@
-"""Sums of several tensors in the order of the arguments.
+"""Sums of several tensors in a fixed order.
 
-TensorFlow 2.21's `AddN` adds the others to the input whose memory nothing else needs (`AddNOp::Compute` in
+TensorFlow 2.21's `AddN` accumulates into the first input whose buffer is free (`AddNOp::Compute` in
 tensorflow/core/kernels/aggregate_ops.cc). With three inputs or more, the order, and so the rounding, depends on which
-consumer of an input ended first:
+consumers of the inputs have finished:
 
-    a + b + c    where a or b is free    c + b + a    where device 1 still reads both
+    a + b + c    if a or b is free    c + b + a    if device 1 still reads both
 
-In 3,000 runs of three tensors, of which a second device reads two, each order came about half of the time. Gradients of
-a tensor with three consumers are such sums. The graph optimizer turns sums of two into `AddN` too, unless they are
-marked (`AddOpsRewriteStage` in tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc).
+In 3,000 runs with three tensors, two of them read by another device, each order occurred about half of the time. The
+gradient of a tensor with three consumers is such a sum. The graph optimizer also merges binary sums into `AddN` unless
+they are marked (`AddOpsRewriteStage` in tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _num_active = 0
 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
-    """Trace the sums of `tf.add_n`, and of gradients, in the order of their inputs, on all threads of the process."""
+    """Trace `tf.add_n` and gradient sums in the order of their inputs, in all threads."""
     global _num_active
     with _lock:
         _num_active += 1
@@ -53,11 +53,11 @@ def _replace_once() -> None:
         if not _num_active or tf.executing_eagerly() or len(inputs) < 2 or not _are_numbers(inputs):
             return original(inputs, name)
         shape = tf.TensorShape(None)
-        for one in inputs:
-            if not shape.is_compatible_with(one.shape):
-                return original(inputs, name)  # raises; other sums broadcast
-            shape = shape.merge_with(one.shape)
-        if len(inputs) == 2:  # without another order
+        for tensor in inputs:
+            if not shape.is_compatible_with(tensor.shape):
+                return original(inputs, name)  # raises an error, where binary sums would broadcast
+            shape = shape.merge_with(tensor.shape)
+        if len(inputs) == 2:  # the order does not matter
             return _marked(original(inputs, name))
         total = functools.reduce(lambda first, second: _marked(tf.raw_ops.AddV2(x=first, y=second)), inputs)
         total.set_shape(shape)
@@ -67,7 +67,7 @@ def _replace_once() -> None:
 
 
 def _are_numbers(inputs: Any) -> bool:
-    return all(isinstance(one, tf.Tensor) and one.dtype != tf.variant for one in inputs)
+    return all(isinstance(tensor, tf.Tensor) and tensor.dtype != tf.variant for tensor in inputs)
 
 
 def _marked(total: tf.Tensor) -> tf.Tensor:

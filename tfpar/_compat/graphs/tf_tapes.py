@@ -1,9 +1,7 @@
-"""The tapes of users: around a call, and in the traces of stages and of losses, where tensors replace variables.
+"""Gradient tapes of user code, in traces where tensors replace variables (TensorFlow 2.21).
 
-Written for TensorFlow 2.21. A tape records each function that is called inside its context
-(`record.could_possibly_record` in tensorflow/python/eager/record.py). It watches a `tf.Variable` when it is read, and
-takes the gradient by its handle (`GradientTape.gradient` in tensorflow/python/eager/backprop.py). A tensor in its place
-is neither watched nor has a handle.
+A tape watches a `tf.Variable` when it is read, and looks up its gradient by its handle (`GradientTape.gradient` in
+tensorflow/python/eager/backprop.py). A tensor in its place is not watched and has no handle.
 """
 
 from __future__ import annotations
@@ -19,20 +17,20 @@ from tensorflow.python.eager import record
 
 
 def is_recording() -> bool:
-    """Return whether a tape, or a `tf.autodiff.ForwardAccumulator`, records the operations of this thread."""
+    """Return whether a tape or a `tf.autodiff.ForwardAccumulator` records in this thread."""
     return bool(record.could_possibly_record())
 
 
 @contextlib.contextmanager
 def replaced(pairs: Sequence[tuple[Any, tf.Tensor]], collect_losses: bool = False) -> Iterator[keras.StatelessScope]:
-    """Replace variables by tensors inside this context, also for the tapes of users.
+    """Replace variables with tensors in this context, also for gradient tapes.
 
     Args:
-        pairs: Keras variables, each with the tensor that code reads in its place.
-        collect_losses: As for `keras.StatelessScope`.
+        pairs: Keras variables and the tensors to read in their place.
+        collect_losses: As in `keras.StatelessScope`.
 
     Returns:
-        The scope, which has the values that are assigned inside.
+        The scope, which holds the values assigned in it.
     """
     with keras.StatelessScope(pairs, collect_losses=collect_losses) as scope, _watching(pairs):
         yield scope
@@ -40,7 +38,7 @@ def replaced(pairs: Sequence[tuple[Any, tf.Tensor]], collect_losses: bool = Fals
 
 @contextlib.contextmanager
 def _watching(pairs: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
-    """Let tapes that begin inside this context watch tensors, and take gradients by the variables of these."""
+    """Make tapes that begin in this context watch the tensors, and return gradients for their variables."""
     tensors = {id(variable): tensor for variable, tensor in pairs}
     watched = [tensor for tensor in tensors.values() if tensor.dtype.is_floating]
     push = tf.GradientTape._push_tape
@@ -52,8 +50,8 @@ def _watching(pairs: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
 
     def by_tensors(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-            found = tf.nest.map_structure(lambda one: tensors.get(id(one), one), sources)
-            return method(tape, target, found, *args, **kwargs)
+            replacements = tf.nest.map_structure(lambda source: tensors.get(id(source), source), sources)
+            return method(tape, target, replacements, *args, **kwargs)
 
         return call
 

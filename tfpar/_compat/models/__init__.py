@@ -1,1 +1,1 @@
-"""Models, layers, losses and metrics of Keras."""
+"""Keras models, layers, losses and metrics."""

@@ -1,11 +1,11 @@
-"""Blocks: layers of users and of KerasHub that compute with inner layers, read by `keras_tracing` as a model is.
+"""Blocks: custom layers with inner layers, which `keras_tracing` reads like models (Keras 3.15).
 
-Written for Keras 3.15. A block may read the size of its batch, for the shape of a mask or of heads. Symbolic tensors
-have None there, which Keras passes on to TensorFlow; a block that is read has the size as a symbolic scalar:
+A block may use the batch size, for example in the shape of a mask. In symbolic tensors it is None, which Keras passes
+on to TensorFlow. So while a block is traced, sizes are symbolic scalars:
 
-    ops.shape(x)[0]  ──► Size ──► KerasFunction("broadcast_to"), which takes it among its arguments
+    ops.shape(x)[0]  ──► Size ──► KerasFunction("broadcast_to"), with the size among its arguments
 
-A block also hangs a mask on its outputs when its `call` has ended; `WithMask` is that as an operation.
+A block may also set a mask on its outputs after its `call`, which becomes the operation `WithMask`.
 """
 
 from __future__ import annotations
@@ -25,30 +25,26 @@ from keras.src import backend
 from tfpar._compat import versions
 from tfpar._compat.models import keras_model
 
-# Functions of keras.ops that take sizes.
+# Functions of keras.ops with sizes among their arguments.
 _SIZED = ("arange", "broadcast_to", "full", "ones", "reshape", "tile", "zeros")
 _MODULES = (keras.ops, keras.src.ops)
-# Of a class that computes as its base, in which a user only sets arguments.
+# Methods that a user's class may override and still compute like its base.
 _HARMLESS = {"__init__", "get_config"}
 
 
 def is_block(layer: keras.Layer) -> bool:
-    """Return whether a layer computes with inner layers in a `call` that is not Keras' own, and ends with its outputs.
-
-    Args:
-        layer: A built layer.
-    """
+    """Return whether a built layer calls inner layers in a custom `call`, and Keras adds nothing to its outputs."""
     is_read = not isinstance(layer, keras.Model) and not keras_model.is_of_keras(type(layer).call)
     is_known = keras_model.is_of_keras(class_of(layer))
     ends = layer.activity_regularizer is None and versions.private(layer, "_remat_mode") is None
-    return is_read and not is_known and ends and any(one.weights for one in keras_model.all_layers(layer)[1:])
+    return is_read and not is_known and ends and any(inner.weights for inner in keras_model.all_layers(layer)[1:])
 
 
 def class_of(layer: keras.Operation) -> Any:
-    """Return the class of Keras as which a layer computes, or its own class.
+    """Return the Keras class that a layer computes like, or its own class.
 
-    The CachedMultiHeadAttention of KerasHub 0.32 is a MultiHeadAttention where it has no cache, and does not use the
-    Keras masks of its inputs.
+    KerasHub 0.32's CachedMultiHeadAttention without a cache is a MultiHeadAttention that ignores the masks of its
+    inputs.
 
     Args:
         layer: A layer, or an operation of `keras.ops`.
@@ -56,17 +52,17 @@ def class_of(layer: keras.Operation) -> Any:
     classes = type(layer).__mro__
     if classes[0].__name__ == "CachedMultiHeadAttention" and classes[0].__module__.startswith("keras_hub."):
         return keras.layers.MultiHeadAttention
-    base = next(one for one in classes if keras_model.is_of_keras(one) or _has_methods(one))
+    base = next(kind for kind in classes if keras_model.is_of_keras(kind) or _has_methods(kind))
     return base if keras_model.is_of_keras(base) else classes[0]
 
 
-def _has_methods(found: type) -> bool:
-    own = {name for name, value in vars(found).items() if callable(value) or isinstance(value, property)}
+def _has_methods(kind: type) -> bool:
+    own = {name for name, value in vars(kind).items() if callable(value) or isinstance(value, property)}
     return bool(own - _HARMLESS)
 
 
 class Size(keras.Operation):
-    """The size of an axis of a tensor, such as the number of examples of a batch."""
+    """The size of an axis of a tensor, such as the batch size."""
 
     def __init__(self, axis: int) -> None:
         super().__init__(name="size")
@@ -82,7 +78,7 @@ class Size(keras.Operation):
 
 
 class KerasFunction(keras.Operation):
-    """A function of `keras.ops` with tensors among the sizes that it takes."""
+    """A function of `keras.ops` with tensors among its size arguments."""
 
     def __init__(self, function: str) -> None:
         super().__init__(name=function)
@@ -93,12 +89,12 @@ class KerasFunction(keras.Operation):
         return getattr(keras.ops, self.function)(*args, **kwargs)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a symbolic tensor, with None for sizes that are tensors."""
+        """Return a symbolic tensor, with None for sizes given as tensors."""
         return backend.compute_output_spec(self.call, *args, **kwargs)
 
 
 class WithMask(keras.Operation):
-    """A tensor with a Keras mask that a layer hangs on its output."""
+    """A tensor with a Keras mask that a layer has set on it."""
 
     def __init__(self) -> None:
         super().__init__(name="mask")
@@ -115,15 +111,15 @@ class WithMask(keras.Operation):
 
 
 def change_masks(layer: keras.Layer, args: Any, kwargs: Any, output: Any) -> None:
-    """Change the masks of symbolic tensors as the `call` of a layer of Keras 3.15 does, which symbolic outputs do not.
+    """Change masks as the `call` of Keras 3.15 layers does, which computing symbolic outputs does not run.
 
-    A ReversibleEmbedding hangs a mask on its output, and a MultiHeadAttention removes those of its inputs.
+    ReversibleEmbedding sets a mask on its output, and MultiHeadAttention removes the masks of its inputs.
 
     Args:
         layer: Any layer.
         args: The positional arguments of its call.
-        kwargs: The keyword arguments.
-        output: Its symbolic output.
+        kwargs: The keyword arguments of its call.
+        output: The symbolic output of its call.
     """
     if type(layer).call is keras.layers.MultiHeadAttention.call:
         for value in (*args[:3], *map(kwargs.get, ("query", "value", "key"))):
@@ -136,11 +132,11 @@ def change_masks(layer: keras.Layer, args: Any, kwargs: Any, output: Any) -> Non
 
 @contextlib.contextmanager
 def recording_sizes(is_read: Callable[[], bool], operate: Callable[..., Any]) -> Iterator[None]:
-    """Record the sizes that a block reads, and the functions that take them.
+    """Record the sizes that a block reads, and the functions called with them, in this context.
 
     Args:
-        is_read: Whether the `call` of a block runs.
-        operate: Takes an operation and its arguments, and returns its symbolic outputs.
+        is_read: Returns whether a block is being traced.
+        operate: Applies an operation to its arguments and returns symbolic outputs.
     """
     shape = keras.ops.shape
 

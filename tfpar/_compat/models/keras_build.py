@@ -1,4 +1,4 @@
-"""How Keras builds a model for its first batch, without running it. Written for Keras 3.15 and TensorFlow 2.21."""
+"""Symbolic build of a model for its first batch (Keras 3.15, TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tfpar._compat.variables import tf_variable_names
 
 
 def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
-    """Create the weights and metrics that the first batch calls for, as `fit` does; not the optimizer's slots.
+    """Create the weights and metrics for the first batch, as `fit` does, but not the slots of the optimizer.
 
-    Keras 3.15's method builds the optimizer too, also for an evaluation, runs the model and `compute_loss` as in an
-    evaluation, also for a training, gives `training` also to a `call` without this argument, and calls the model on
-    dense tensors in place of ragged and sparse ones; on one device Keras does without the method
-    (`_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py).
+    On one device, Keras 3.15 does not use its own symbolic build (`_maybe_symbolic_build` in
+    keras/src/backend/tensorflow/trainer.py), which differs from a first step: it also builds the optimizer for
+    evaluation, runs the model and `compute_loss` as in evaluation, passes `training` to a `call` without that argument,
+    and replaces ragged and sparse tensors with dense ones. This function corrects all four.
 
     Args:
         model: A compiled model.
-        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+        batch: A global batch, `(inputs, targets, sample_weight)` or fewer.
         training: The argument `training` of the model's call and of `compute_loss`.
     """
 
@@ -34,7 +34,7 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
     def spec(function: Any, *args: Any, **kwargs: Any) -> Any:
         def call(symbolic: Any, **options: Any) -> Any:
             others = {name: value for name, value in options.items() if name != "training"} | training_argument
-            return model(keras.tree.map_structure(_of_same_kind, inputs, symbolic), **others)
+            return model(keras.tree.map_structure(_with_same_type, inputs, symbolic), **others)
 
         return original_spec(call if function is model else function, *args, **kwargs)
 
@@ -51,7 +51,7 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
             tf_variable_names.as_without_outer_scope(),
         ):
             model._symbolic_build(data_batch=batch)
-            if _has_layers_of_its_loss(model):
+            if _loss_has_unbuilt_layers(model):
                 x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch))
                 outputs = backend.compute_output_spec(model, x)
                 backend.compute_output_spec(model._compute_loss, x, y, outputs, sample_weight=sample_weight)
@@ -60,22 +60,22 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
             optimizer.built = False
 
 
-def _has_layers_of_its_loss(model: keras.Model) -> bool:
-    """Return whether `compute_loss` has layers to build that `call` has not: Keras runs it for losses of `compile`."""
+def _loss_has_unbuilt_layers(model: keras.Model) -> bool:
+    """Return whether a custom `compute_loss` has layers to build; Keras only calls it if `compile` has losses."""
     without_losses = versions.private(model, "_compile_loss") is None
     is_built = all(layer.built for layer in keras_model.all_layers(model))
     return without_losses and not is_built and keras_model.overridden(model, "compute_loss")
 
 
-def _symbolic(given: Any) -> Any:
-    return None if given is None else keras.KerasTensor(given.shape, keras.backend.standardize_dtype(given.dtype))
+def _symbolic(tensor: Any) -> Any:
+    return None if tensor is None else keras.KerasTensor(tensor.shape, keras.backend.standardize_dtype(tensor.dtype))
 
 
-def _of_same_kind(given: Any, symbolic: Any) -> Any:
-    """Return a placeholder for a ragged or sparse tensor; for another the symbolic tensor that Keras has made."""
-    if not isinstance(given, tf.RaggedTensor | tf.SparseTensor):
+def _with_same_type(tensor: Any, symbolic: Any) -> Any:
+    """Return a placeholder for a ragged or sparse tensor, and Keras' symbolic tensor for a dense one."""
+    if not isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
         return symbolic
-    spec = tf.type_spec_from_value(given)
+    spec = tf.type_spec_from_value(tensor)
     return tf.nest.map_structure(
-        lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), spec, expand_composites=True
+        lambda component: tf.compat.v1.placeholder(component.dtype, component.shape), spec, expand_composites=True
     )

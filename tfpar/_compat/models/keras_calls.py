@@ -1,7 +1,6 @@
-"""The calls of layers and of operations of `keras.ops` in one run of a model.
+"""Recording of the layer and op calls in a run of a model.
 
-Written for Keras 3.15: `Layer.__call__` and the graph of a Functional model call `Operation.__call__`
-(keras/src/ops/operation.py).
+In Keras 3.15, `Layer.__call__` and Functional models call `Operation.__call__` (keras/src/ops/operation.py).
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import keras
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer or an operation.
+    """A call of a layer or operation.
 
     Args:
         operation: The layer or operation.
-        path: Its name after those of the layers around it, without the model, such as `"block/attention"`.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        outputs: Its results.
+        path: The names of the enclosing layers, without the model, and its own, such as `"block/attention"`.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        outputs: The results.
     """
 
     operation: keras.Operation
@@ -33,28 +32,28 @@ class LayerCall(NamedTuple):
 
 
 class Calls:
-    """The calls of layers and operations inside of `noted`.
+    """The calls of layers and operations within `noted`.
 
     Args:
-        model: The model that runs.
+        model: The running model.
         keeps: Whether to keep the calls, with their tensors.
     """
 
     def __init__(self, model: keras.Model, keeps: bool = False) -> None:
         self._model, self._keeps = model, keeps
         self._around: list[keras.Operation] = []
-        self.ended: list[LayerCall] = []  # in the order of their ends
+        self.ended: list[LayerCall] = []  # in the order of completion
         self.failed = ""  # the path of the innermost call that raised an error
 
     @property
     def path(self) -> str:
-        """The path of the innermost layer that runs; the model's name where none does."""
+        """The path of the innermost running layer, or the model's name outside all layers."""
         names = [operation.name for operation in self._around if operation is not self._model]
         return "/".join(names) or self._model.name
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note calls inside this context."""
+        """Record calls in this context."""
         original = keras.Operation.__call__
 
         def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
@@ -75,5 +74,5 @@ class Calls:
 
 
 def is_called_in_training(layer: keras.Layer) -> bool:
-    """Return whether a Functional model calls a layer with `training=True`, which Keras 3.15 keeps in nodes."""
+    """Return whether a Functional model calls a layer with `training=True`, as recorded in its nodes."""
     return any(node.arguments.kwargs.get("training") for node in layer._inbound_nodes)

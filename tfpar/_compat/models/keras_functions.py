@@ -1,8 +1,8 @@
-"""The functions of Keras' own `fit`, `evaluate` and `predict`, traced again after weights have moved.
+"""Retracing of Keras' own train, test and predict functions after weights have moved to other devices.
 
-Written for Keras 3.15 (keras/src/backend/tensorflow/trainer.py). A model keeps them until it is compiled, and they hold
-the memory that its weights had when they were traced. A strategy allocates it again, also that of layers that other
-models share, such as the encoder of an autoencoder.
+Keras 3.15 caches these functions until the model is compiled again (keras/src/backend/tensorflow/trainer.py), and they
+reference the variables of the time of tracing. A strategy replaces the variables, also those of layers shared with
+other models, such as the encoder of an autoencoder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfpar._compat import versions
 from tfpar._compat.variables import keras_variables
 
-_OF_TFPAR = "_tfpar_follows_moves"
+_IS_PATCHED = "_tfpar_follows_moves"
 _MOVES = "_tfpar_moves"
 _MADE_BY = {
     "make_train_function": "train_function",
@@ -25,8 +25,8 @@ _MADE_BY = {
 
 
 def trace_again_after_moves() -> None:
-    """Let Keras make the functions of any model again where its weights have moved since, from now on."""
-    if hasattr(TensorFlowTrainer.make_train_function, _OF_TFPAR):
+    """From now on, make Keras recreate the functions of a model whose weights have moved."""
+    if hasattr(TensorFlowTrainer.make_train_function, _IS_PATCHED):
         return
     for method, name in _MADE_BY.items():
         versions.replace(TensorFlowTrainer, method, _following_moves(getattr(TensorFlowTrainer, method), name))
@@ -50,5 +50,5 @@ def _following_moves(original: Any, name: str) -> Any:
             setattr(function, _MOVES, num_moves)
         return made
 
-    setattr(make, _OF_TFPAR, True)
+    setattr(make, _IS_PATCHED, True)
     return make

@@ -1,6 +1,6 @@
-"""Losses of a model's `call` as operations of its graph.
+"""Losses computed in a model's `call`, as operations of its graph.
 
-Written for Keras 3.15, which records neither a call of `add_loss` in a subclass nor the reduction of a loss object.
+Keras 3.15 records neither `add_loss` calls in subclasses nor the reduction of loss objects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from keras.src.losses import loss as loss_module
 
 
 class AddedLoss(keras.Operation):
-    """Adds a loss to a model, where its `call` did so."""
+    """A call of `add_loss` in a model's `call`."""
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__(name="add_loss")
@@ -30,17 +30,17 @@ class AddedLoss(keras.Operation):
 
 
 class ReducedLoss(keras.Operation):
-    """Makes a scalar of a loss's values where a model's `call` calls a loss object: one operation, as in Keras 3.15."""
+    """The reduction of a loss object that is called in a model's `call`."""
 
     def __init__(self, reduction: str | None, dtype: Any) -> None:
         super().__init__(name="loss")
         self.reduction, self.dtype = reduction, dtype
 
     def call(self, values: Any, sample_weight: Any = None, mask: Any = None) -> Any:
-        """Reduce the values of a loss, as Keras does in `call`."""
+        """Reduce the values of a loss as Keras does."""
         return loss_module.reduce_weighted_values(values, sample_weight, mask, self.reduction, self.dtype)
 
     def compute_output_spec(self, values: Any, sample_weight: Any = None, mask: Any = None) -> keras.KerasTensor:
-        """Return a symbolic scalar, or values where nothing is reduced."""
+        """Return a symbolic scalar, or symbolic values without a reduction."""
         shape = values.shape if self.reduction in (None, "none") else ()
         return keras.KerasTensor(shape, backend.standardize_dtype(self.dtype or values.dtype))

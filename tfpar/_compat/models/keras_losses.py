@@ -1,7 +1,4 @@
-"""Losses of compiled models in the parts that a reduction over a batch needs.
-
-All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
-"""
+"""Hooks into the losses of compiled models and their reduction over a batch (Keras 3.15, TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
 LossCall = Callable[[Callable[..., Any], Any, Any, Any], Any]
 
 
-# Keras as it is, for reductions that build on it.
+# Keras' own functions, for reductions that build on them.
 reduce_weighted_values = keras_losses_in_call.reduce_of_these
 apply_mask = loss_module.apply_mask
 squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 aggregate_added_loss = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
 
 
-# Keras as it is, before any patch. The replicas of MirroredStrategy are threads, which take turns where they
+# Keras' own functions, before any patch. The replicas of MirroredStrategy are threads that alternate when they
 # communicate.
 _call_loss, _call_compiled = keras.losses.Loss.__call__, CompileLoss.__call__
 _thread = threading.local()
@@ -52,14 +49,14 @@ def _at_depth(depth: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def losses_of_compile(model: keras.Model, call_loss: LossCall | None = None) -> Iterator[None]:
-    """Tell the losses of `compile` from the losses that they call inside this context.
+def compile_losses(model: keras.Model, call_loss: LossCall | None = None) -> Iterator[None]:
+    """Distinguish the losses given to `compile` from losses that they call, in this context.
 
-    Keras 3.15 calls those of `compile` in `CompileLoss`: at depth 1, and None outside of these.
+    Keras 3.15 calls the losses of `compile` in `CompileLoss`, at depth 1. The depth is None outside of it.
 
     Args:
         model: A compiled model.
-        call_loss: Calls a loss of `compile`. Takes Keras' call, and the targets, outputs and sample weights for it.
+        call_loss: Replaces the call of a `compile` loss. Takes Keras' call, targets, outputs and sample weights.
     """
 
     def call_compiled(losses: CompileLoss, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +73,7 @@ def losses_of_compile(model: keras.Model, call_loss: LossCall | None = None) -> 
 
         return call
 
-    # A user's class may replace the call, with a reduction of its own.
+    # A user's class may override `__call__`, with its own reduction.
     classes = [type(loss) for loss in flat_losses(model) if isinstance(loss, keras.losses.Loss)]
     owners = {next(base for base in kind.__mro__ if "__call__" in vars(base)) for kind in classes}
     with contextlib.ExitStack() as stack:
@@ -94,32 +91,32 @@ def loss_reduction(
     reduce_added_loss: AddedLossReduction,
     call_loss: LossCall | None = None,
 ) -> Iterator[None]:
-    """Reduce every loss of `compile` inside this context with `reduce_loss`, added losses with `reduce_added_loss`.
+    """Reduce the losses of `compile` with `reduce_loss`, and added losses with `reduce_added_loss`, in this context.
 
-    Keras 3.15 divides a loss in one function, `reduce_weighted_values`, by the count of the replica that calls it, and
-    then by the number of replicas: wrong for uneven batches and masks (keras-team/keras#19246 and the facts in the
-    README). Tracing is single-threaded (the threads of MirroredStrategy take turns), so a patch of the module's
-    attributes reaches every loss of the traced step and nothing else.
+    Keras 3.15 reduces every loss in `reduce_weighted_values`: it divides by the count of the calling replica, then by
+    the number of replicas, which is wrong for uneven batches and masks (keras-team/keras#19246). Tracing is
+    single-threaded, since the threads of MirroredStrategy alternate, so patching the module affects exactly the losses
+    of the traced step.
 
-    A loss object that a loss of `compile` or a metric calls is reduced as in Keras, over the examples at hand.
+    A loss object called by a loss of `compile` or by a metric is reduced as in Keras, over the local examples.
 
     Args:
         model: A compiled model.
         reduce_loss: Takes values, sample weight, mask, reduction and dtype.
-        reduce_added_loss: Takes the model and a loss that a layer adds.
-        call_loss: As for `losses_of_compile`.
+        reduce_added_loss: Takes the model and a loss added by a layer.
+        call_loss: As in `compile_losses`.
     """
 
     def reduce(*loss: Any) -> tf.Tensor:
         return reduce_loss(*loss) if _depth() == 1 else reduce_weighted_values(*loss)
 
-    with losses_of_compile(model, call_loss), every_loss_reduction(reduce, reduce_added_loss):
+    with compile_losses(model, call_loss), every_loss_reduction(reduce, reduce_added_loss):
         yield
 
 
 @contextlib.contextmanager
 def every_loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduction) -> Iterator[None]:
-    """Do what `loss_reduction` does for every loss object, whatever calls it."""
+    """Do the same as `loss_reduction` for every loss object, whatever calls it."""
 
     def reduce(values: Any, sample_weight: Any = None, mask: Any = None,
                reduction: str | None = "sum_over_batch_size", dtype: Any = None) -> tf.Tensor:  # fmt: skip
@@ -136,9 +133,9 @@ def every_loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLos
 
 @contextlib.contextmanager
 def local_losses() -> Iterator[None]:
-    """Compute every loss inside this context from the examples of the calling replica only.
+    """Compute losses in this context from the examples of the calling replica only.
 
-    Keras 3.15 divides losses by the number of replicas wherever a strategy is in force.
+    Keras 3.15 divides losses by the number of replicas in every strategy scope.
     """
     aggregate = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
     with (
@@ -168,10 +165,10 @@ def masked_losses(reduce_loss: LossReduction) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_loss_called(call: Callable[[Callable[..., Any], dict[str, Any]], tf.Tensor]) -> Iterator[None]:
-    """Call an overridden `compute_loss` with a function inside this context; Keras 3.15 calls it as `_compute_loss`.
+    """Intercept the calls of an overridden `compute_loss` in this context.
 
     Args:
-        call: Takes Keras' call and its arguments by name: `x`, `y`, `y_pred`, `sample_weight` and `training`.
+        call: Takes Keras' call and its keyword arguments `x`, `y`, `y_pred`, `sample_weight` and `training`.
     """
     original = keras.Model._compute_loss
 
@@ -184,10 +181,10 @@ def own_loss_called(call: Callable[[Callable[..., Any], dict[str, Any]], tf.Tens
 
 @contextlib.contextmanager
 def collect_added_losses(collected: Callable[[], list[Any]]) -> Iterator[None]:
-    """Gather the losses that layers add with `add_loss` in the list that `collected` returns, instead of in the layers.
+    """Collect losses added with `add_loss` in the list that `collected` returns, instead of in the layers.
 
-    Keras 3.15 keeps added losses in the layer objects. The replicas of a strategy share those and take turns wherever
-    they communicate, so one replica would read and clear the losses of another.
+    Keras 3.15 keeps added losses in layers, which replicas share. As replicas alternate when they communicate, one
+    would read and clear the losses of another.
     """
 
     def add_loss(layer: keras.Layer, loss: Any) -> None:
@@ -199,24 +196,24 @@ def collect_added_losses(collected: Callable[[], list[Any]]) -> Iterator[None]:
 
 
 def flat_losses(model: keras.Model) -> list[Any]:
-    """Return the loss objects and functions of a compiled model (Keras 3.15 keeps them in `_compile_loss`)."""
+    """Return the loss objects and functions given to `compile`."""
     compiled = model._compile_loss
     return [] if compiled is None else [entry for entry in keras.tree.flatten(compiled._user_loss) if entry is not None]
 
 
 def name_of(loss: Any) -> str:
-    """Return the name of a loss of `flat_losses`."""
+    """Return the name of a loss from `flat_losses`."""
     return str(getattr(loss, "__name__", getattr(loss, "name", loss)))
 
 
 def is_of_keras(loss: Any) -> bool:
-    """Return whether a loss of `flat_losses` is one of Keras' own (Keras 3.15 keeps a wrapped function in `fn`)."""
+    """Return whether a loss from `flat_losses` is Keras' own; `LossFunctionWrapper` keeps its function in `fn`."""
     module = str(getattr(getattr(loss, "fn", loss), "__module__", ""))
     return isinstance(loss, str) or module.startswith("keras.src.losses.")
 
 
 def is_by_example(loss: Any) -> bool:
-    """Return whether a loss of `flat_losses` is known to have a value per example: Keras' own, over the last axis."""
+    """Return whether a loss from `flat_losses` has a value per example: one of Keras' own, over the last axis."""
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
     if name in ("circle", "Circle"):  # it compares all examples of a batch
         return False
@@ -225,6 +222,6 @@ def is_by_example(loss: Any) -> bool:
 
 @contextlib.contextmanager
 def without_added_losses() -> Iterator[None]:
-    """Empty `Layer.losses` inside this context, so that `compute_loss` adds nothing (Keras 3.15)."""
+    """Make `Layer.losses` empty in this context, so that `compute_loss` adds nothing."""
     with mock.patch.object(keras.Layer, "losses", property(lambda layer: [])):
         yield

@@ -1,7 +1,4 @@
-"""Losses computed inside a model's `call`, apart from those that `compile` was given; and means of whole batches.
-
-Written for Keras 3.15, as `tfpar._compat.models.keras_model`, which is at its full length.
-"""
+"""Losses computed in a model's `call`, and metrics of whole-batch scalars (Keras 3.15)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 
 _reduce = loss_module.reduce_weighted_values  # before any patch
 
-# The replicas of MirroredStrategy are threads, which take turns where they communicate.
+# The replicas of MirroredStrategy are threads that alternate when they communicate.
 _thread = threading.local()
 
 
@@ -31,17 +28,17 @@ def reduce_of_these(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> tf.Tensor:
-    """Reduce the losses of the given examples, as Keras does in a graph.
+    """Reduce the losses of the local examples as Keras does in a graph.
 
-    Keras 3.15 returns a tensor without values as it is where it knows its shape (`reduce_values`), as in an eager trial
-    of a part from which a layer picks no example, and 0 where it does not.
+    Keras 3.15 reduces an empty tensor to 0 if its shape is unknown, but returns it unchanged if its shape is known
+    (`reduce_values`), as in an eager probe in which a layer selects no examples.
 
     Args:
         values: Losses `[batch, ...]`.
         sample_weight: `[batch, ...]` or None.
         mask: `[batch, ...]` or None.
         reduction: A reduction of `keras.losses.Loss`.
-        dtype: The dtype in which to compute.
+        dtype: The dtype of the computation.
     """
     reduced = _reduce(values, sample_weight, mask, reduction, dtype)
     return tf.reduce_sum(reduced) if reduction not in (None, "none") and reduced.shape == (0,) else reduced
@@ -49,7 +46,7 @@ def reduce_of_these(
 
 @contextlib.contextmanager
 def in_call() -> Iterator[None]:
-    """Mark the operations of this thread inside this context as part of a model's `call`."""
+    """Mark the ops of this thread in this context as part of a model's `call`."""
     before = getattr(_thread, "in_call", False)
     _thread.in_call = True
     try:
@@ -60,13 +57,13 @@ def in_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def losses_in_call(reduce_loss: LossReduction | None = None) -> Iterator[None]:
-    """Reduce the losses of a model's `call` inside this context with `reduce_loss`.
+    """Reduce the losses of a model's `call` with `reduce_loss` in this context.
 
-    Keras 3.15 has one function for every loss, `reduce_weighted_values`, and divides by the number of replicas in it.
+    Keras 3.15 reduces every loss in `reduce_weighted_values`, which also divides by the number of replicas.
 
     Args:
-        reduce_loss: Takes values, sample weight, mask, reduction and dtype; None for Keras' own reduction over the
-            examples at hand.
+        reduce_loss: Takes values, sample weight, mask, reduction and dtype. Defaults to Keras' own reduction over the
+            local examples.
     """
     outside = loss_module.reduce_weighted_values
 
@@ -82,7 +79,7 @@ def losses_in_call(reduce_loss: LossReduction | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Prevent Keras 3.15's division of losses by the number of replicas inside this context, under a strategy."""
+    """Disable Keras' division of losses by the number of replicas in this context."""
     with mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value):
         yield
 
@@ -92,7 +89,7 @@ def _is_scalar(values: Any, sample_weight: Any) -> bool:
 
 
 def _is_number(values: Any) -> bool:
-    """Return whether a value is a number of Python or NumPy: the same for every part of a batch."""
+    """Return whether a value is a Python or NumPy number, which is equal on all replicas."""
     return isinstance(values, numbers.Number)
 
 
@@ -100,15 +97,16 @@ def _is_number(values: Any) -> bool:
 def scalars_weighted(
     weight: Callable[[tf.Tensor], tf.Tensor | None], weighs_sums: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Weight each scalar that a metric counts inside this context, because it is a value of a whole batch.
+    """Weight each scalar passed to a metric in this context, because it is a value of the whole batch.
 
-    Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch. `keras.metrics.Mean`
-    counts means, and `keras.metrics.Sum` sums, which need no weight, or the number of its calls.
+    Keras 3.15 gives scalars weight one, but every replica passes a scalar for the same batch. Scalars in a
+    `keras.metrics.Mean` are means; those in a `keras.metrics.Sum` are per-replica sums, which need no weight, or counts
+    of calls.
 
     Args:
-        weight: Takes the scalar and returns its weight: the share of the batch's examples that the calling replica
-            counts, a scalar; None for one.
-        weighs_sums: Whether a scalar in a `Sum` is one of the whole batch too, as each replica has it.
+        weight: Takes the scalar and returns its weight, a scalar: the fraction of the batch on the calling replica.
+            None means one.
+        weighs_sums: Returns whether scalars in a `Sum` are values of the whole batch too.
     """
 
     def weighting(kind: type[keras.Metric]) -> Callable[..., None]:
@@ -130,13 +128,12 @@ def scalars_weighted(
 
 @contextlib.contextmanager
 def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[None]:
-    """Call a function with each scalar that a `Mean` or `Sum` counts inside this context, without a tensor of weights.
+    """Pass each unweighted scalar for a `Mean` or `Sum` to a function in this context, instead of to the metric.
 
-    Keras 3.15 counts the losses of outputs with the size of the batch as weight.
+    A number as weight counts as unweighted: Keras 3.15 weights the losses of outputs with the batch size.
 
     Args:
-        note: Takes the metric, which does not count the scalar, and the scalar; not called for a number in a `Sum`,
-            which `scalars_weighted` counts once.
+        note: Takes the metric and the scalar. Not called for numbers in a `Sum`, which `scalars_weighted` handles.
     """
 
     def noting(kind: type[keras.Metric]) -> Callable[..., None]:

@@ -1,7 +1,4 @@
-"""Private parts of Keras' models and trainers, each with the version, the reason and the link.
-
-Written for Keras 3.15 and TensorFlow 2.21.
-"""
+"""Private parts of Keras' models and trainers (Keras 3.15, TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -23,53 +20,53 @@ from tfpar._compat.models import keras_losses_in_call
 
 
 def all_layers(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers at every depth; `model.layers` holds the outermost only (Keras 3.15)."""
+    """Return the layers at every depth; `model.layers` has the outermost ones only."""
     return list(model._flatten_layers())
 
 
 def trainable_settings(model: keras.Model) -> list[bool]:
-    """Return `trainable` of each layer and weight, as a trace of a train step reads them."""
-    return [bool(one.trainable) for one in (*all_layers(model), *model.variables)]
+    """Return `trainable` of each layer and weight, on which a trace of a train step depends."""
+    return [bool(item.trainable) for item in (*all_layers(model), *model.variables)]
 
 
 def recomputes(model: keras.Model) -> bool:
-    """Return whether a layer was built in a `keras.RematScope`, and so reads its weights in the backward pass too."""
+    """Return whether a layer was built in a `keras.RematScope`, so that the backward pass reads its weights too."""
     return bool(recomputed_layers(model))
 
 
 def recomputed_layers(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers at every depth that were built in a `keras.RematScope` (Keras 3.15)."""
+    """Return the layers at every depth that were built in a `keras.RematScope`."""
     return [layer for layer in all_layers(model) if versions.private(layer, "_remat_mode") is not None]
 
 
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
-    """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
+    """Call a model as Keras' own step does: with `training` only if its `call` accepts it."""
     with keras_losses_in_call.in_call():
         return model(inputs, **training_argument(model, training))
 
 
 def training_argument(model: keras.Model, training: bool) -> dict[str, bool]:
-    """Return the argument `training` of a call by Keras' own step, empty for a `call` without it.
+    """Return the argument `training` if the model's `call` accepts it, else nothing.
 
-    Keras 3.15 leaves it out there (keras/src/backend/tensorflow/trainer.py), so that layers that such a `call`
-    gives no `training` run as in inference: a Dropout drops nothing, also in `fit`.
+    Keras 3.15 omits it then (keras/src/backend/tensorflow/trainer.py), so that layers called without `training` run in
+    inference mode: Dropout drops nothing, even in `fit`.
     """
     return {"training": training} if versions.private(model, "_call_has_training_arg") else {}
 
 
 def has_own_output_shapes(layer: keras.Layer) -> bool:
-    """Return whether a user's layer says the shapes of its outputs, so that a symbolic run does not call it."""
+    """Return whether a user's layer computes its output shapes itself, so that a symbolic run does not call it."""
     methods = ("compute_output_shape", "compute_output_spec")
     is_called = all(getattr(type(layer), name) is getattr(keras.Layer, name) for name in methods)
     return not is_called and not is_of_keras(type(layer))
 
 
-def leave_training_of(layer: keras.Layer, args: Any, kwargs: Any) -> None:
-    """Leave the `training` for the next layer that the call of a layer leaves, where symbolic outputs need no call.
+def propagate_training(layer: keras.Layer, args: Any, kwargs: Any) -> None:
+    """Update the `training` that later layers inherit as a call of the layer would, if its symbolic run needs no call.
 
-    Keras 3.15 keeps the `training` of the last layer that was called, also inside of a layer, for later layers that are
-    called without one (`_resolve_and_populate_arg` in keras/src/layers/layer.py). A layer with its own
-    `compute_output_shape` makes its symbolic outputs without a call.
+    Layers called without `training` inherit that of the last layer called, even inside another layer
+    (`_resolve_and_populate_arg` in keras/src/layers/layer.py). A layer with its own `compute_output_shape` makes
+    symbolic outputs without a call.
     """
     if not has_own_output_shapes(layer) or len(all_layers(layer)) < 2:
         return
@@ -78,34 +75,34 @@ def leave_training_of(layer: keras.Layer, args: Any, kwargs: Any) -> None:
 
 
 def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, training: bool) -> Any:
-    """Compute the loss as Keras' own step does, also where a subclass overrides `compute_loss` (Keras 3.15)."""
+    """Compute the loss as Keras' own step does, including an overridden `compute_loss`."""
     return model._compute_loss(x=inputs, y=targets, y_pred=outputs, sample_weight=weights, training=training)
 
 
 def is_of_keras(value: Any) -> bool:
-    """Return whether a function, or the class of an object, is Keras' own; of Keras 3.15 all are in `keras.src`."""
+    """Return whether a function, a class or an object's class is Keras' own."""
     return str(getattr(value, "__module__", "")).startswith("keras.src.")
 
 
 def reduces_last_axis(settings: dict[str, Any]) -> bool:
-    """Return whether the arguments of a loss or metric function of Keras let it reduce the last axis, its default."""
+    """Return whether a Keras loss or metric function with these arguments reduces the last axis, as by default."""
     return bool(settings.get("axis", -1) == -1)
 
 
 def computes_in_half(model: keras.Model) -> bool:
-    """Return whether a layer of a model computes in 16 bits."""
+    """Return whether any layer computes in a 16-bit type."""
     return any("16" in str(layer.compute_dtype) for layer in all_layers(model))
 
 
 def overridden(model: keras.Model, method: str) -> bool:
-    """Return whether the user's model, or its class, replaces a method of Keras' own trainer."""
+    """Return whether a model or its class overrides a method of `keras.Model`."""
     return method in vars(model) or getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 def replaces_loop(model: keras.Model, method: str) -> bool:
-    """Return whether a model's class replaces `fit` or `evaluate`.
+    """Return whether a model's class overrides `fit` or `evaluate`.
 
-    Models of KerasHub 0.32 do, only to apply their preprocessor to the data.
+    KerasHub 0.32 models override them to preprocess the data, which does not count without a preprocessor.
     """
     own = getattr(type(model), method)
     is_of_keras_hub = own.__module__.startswith("keras_hub.") and getattr(model, "preprocessor", None) is None
@@ -113,31 +110,31 @@ def replaces_loop(model: keras.Model, method: str) -> bool:
 
 
 def compilation(model: keras.Model) -> Any:
-    """Return an object that `compile` creates each time it is called, None before (Keras 3.15)."""
+    """Return an object that identifies the last call of `compile`; None before the first."""
     return versions.private(model, "_compile_config") if model.compiled else None
 
 
 class _Chosen(int):
-    """A value of `jit_compile` that is true, and no user's: Keras 3.15 keeps the resolved value of "auto" alone."""
+    """A true value of `jit_compile` that tells "auto" from True: Keras 3.15 only keeps the resolved value."""
 
 
 CHOSEN = _Chosen(True)
 
 
 def is_chosen(model: keras.Model) -> bool:
-    """Return whether `jit_compile` is true because "auto" was resolved so."""
+    """Return whether `jit_compile` was resolved to true from "auto"."""
     return isinstance(model.jit_compile, _Chosen)
 
 
 @contextlib.contextmanager
 def resolving_jit_compile(resolve: Callable[[keras.Model], int]) -> Iterator[None]:
-    """Let a function resolve `jit_compile="auto"` for models that are compiled inside this context.
+    """Resolve `jit_compile="auto"` with a function for models compiled in this context.
 
-    Keras 3.15 resolves it to True on each machine with GPUs, whatever the devices of the model are, and to False under
-    a `tf.distribute` strategy.
+    Keras 3.15 resolves it to True on any machine with GPUs, whatever devices the model uses, and to False in the scope
+    of a `tf.distribute` strategy.
 
     Args:
-        resolve: Takes the model, and returns False or `CHOSEN`.
+        resolve: Takes the model and returns False or `CHOSEN`.
     """
     versions.require(Trainer, "_resolve_auto_jit_compile")
     with mock.patch.object(Trainer, "_resolve_auto_jit_compile", lambda model: resolve(model)):
@@ -145,12 +142,17 @@ def resolving_jit_compile(resolve: Callable[[keras.Model], int]) -> Iterator[Non
 
 
 def resolve_jit_compile(model: keras.Model, resolve: Callable[[keras.Model], int]) -> None:
-    """Let a function resolve it for later compilations of a model, and now if "auto" was resolved to True."""
+    """Resolve `jit_compile="auto"` with a function whenever the model is compiled, and now if it was resolved to true.
+
+    Args:
+        model: The model.
+        resolve: As in `resolving_jit_compile`.
+    """
     reference = weakref.ref(model)
 
     def resolved() -> int:
-        found = reference()
-        return False if found is None else resolve(found)
+        existing = reference()
+        return False if existing is None else resolve(existing)
 
     versions.replace(model, "_resolve_auto_jit_compile", resolved)
     if model.compiled and is_chosen(model):
@@ -158,30 +160,26 @@ def resolve_jit_compile(model: keras.Model, resolve: Callable[[keras.Model], int
 
 
 def layer_without_xla(model: keras.Model) -> keras.Layer | None:
-    """Return the first layer that XLA cannot compile, as it says itself (`supports_jit` in Keras 3.15)."""
+    """Return the first layer that declares that XLA cannot compile it (`supports_jit`)."""
     return next((layer for layer in all_layers(model) if not layer.supports_jit), None)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Return the arguments of a model's `compile` as they were given, `jit_compile` as it was resolved (Keras 3.15)."""
+    """Return the arguments of `compile`, with the resolved value of `jit_compile`."""
     compiled = compilation(model)
-    given: dict[str, Any] = {} if compiled is None else dict(compiled.config)
-    return {**given, "jit_compile": bool(model.jit_compile)}
+    arguments: dict[str, Any] = {} if compiled is None else dict(compiled.config)
+    return {**arguments, "jit_compile": bool(model.jit_compile)}
 
 
 def is_in_scope(model: keras.Model) -> bool:
-    """Return whether Keras runs the model's own methods under a `tf.distribute` strategy (Keras 3.15)."""
+    """Return whether Keras runs the model's methods under a `tf.distribute` strategy."""
     strategy = versions.private(model, "_distribute_strategy")
     return isinstance(strategy, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy)
 
 
 @contextlib.contextmanager
 def new_models(note: Callable[[keras.Model], None]) -> Iterator[None]:
-    """Call a function with each model that is created inside this context (Keras 3.15).
-
-    Args:
-        note: Takes a model that has no layers yet.
-    """
+    """Call a function with each model created in this context, before it has layers."""
     original = TensorFlowTrainer.__init__
 
     def create(model: Any) -> None:
@@ -194,14 +192,14 @@ def new_models(note: Callable[[keras.Model], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_scope(model: keras.Model, predict_function: Any) -> Iterator[None]:
-    """Let Keras' own methods read the first copy of the weights, as if the model had been built in no scope.
+    """Let Keras' own methods use the first copy of the weights in this context, as if there were no strategy.
 
-    Keras 3.15 predicts a single batch on every replica and concatenates all outputs, and cannot gather the outputs of
-    several workers (keras/src/backend/tensorflow/trainer.py).
+    Otherwise Keras 3.15 predicts a single batch on every replica and concatenates all outputs, and cannot gather the
+    outputs of several workers (keras/src/backend/tensorflow/trainer.py).
 
     Args:
         model: A built model.
-        predict_function: From `predict_function`; None for a new one.
+        predict_function: The result of `predict_function`; None for a new one.
     """
     versions.require(model, "_distribute_strategy", "predict_function")
     with mock.patch.multiple(model, _distribute_strategy=None, predict_function=predict_function):
@@ -209,19 +207,19 @@ def out_of_scope(model: keras.Model, predict_function: Any) -> Iterator[None]:
 
 
 def predict_function(model: keras.Model) -> Any:
-    """Return a function for `out_of_scope`, which is traced there."""
+    """Return a predict function for `out_of_scope`."""
     with out_of_scope(model, None):
         model.make_predict_function()
         return model.predict_function
 
 
 def restored_epoch(model: keras.Model) -> int:
-    """Return the epoch at which `keras.callbacks.BackupAndRestore` resumes, 0 for none (Keras 3.15)."""
+    """Return the epoch at which `keras.callbacks.BackupAndRestore` resumes, or 0."""
     return int(model._initial_epoch or 0)
 
 
 def mask_of(tensor: Any) -> Any:
-    """Return the Keras mask of a tensor, None for none (Keras 3.15); in a graph a constant one is an operation too."""
+    """Return the Keras mask of a tensor, if any; in a graph, always as a symbolic tensor."""
     mask = backend.get_keras_mask(tensor)
     if mask is None or tf.is_symbolic_tensor(mask) or tf.executing_eagerly():
         return mask
@@ -229,9 +227,9 @@ def mask_of(tensor: Any) -> Any:
 
 
 def with_mask(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
-    """Return a tensor with this Keras mask, in place of any mask that it had (Keras 3.15).
+    """Return a copy of a tensor with the given Keras mask.
 
-    Probabilities keep the logits from which Keras computes their cross-entropy (keras/src/activations/activations.py).
+    Probabilities keep their logits, from which Keras computes the cross-entropy (keras/src/activations/activations.py).
     """
     copied = tf.identity(tensor)
     if mask is not None:

@@ -1,7 +1,4 @@
-"""What `keras_tracing` records, and the small parts that it listens with.
-
-Written for Keras 3.15, whose `call` context holds `training`.
-"""
+"""The data types and helpers of `keras_tracing` (Keras 3.15)."""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ from keras.src.backend.common import global_state
 
 
 class Recorded(NamedTuple):
-    """One operation that a model applied to symbolic tensors.
+    """An operation that a model applies to symbolic tensors.
 
     Args:
         operation: A layer, or an operation of `keras.ops`.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments, without `training`.
-        outputs: Its symbolic outputs, flat.
-        path: Names of the models around it, without the outermost, and its own.
-        training: The argument `training` of a layer; None if it receives none, and for an operation.
-        autocast_dtype: The dtype to which weights are cast when an operation reads them; None for no cast.
-        blocks: The layers around it that are opened, the outermost first.
+        args: The positional arguments.
+        kwargs: The keyword arguments, without a layer's `training`.
+        outputs: The symbolic outputs, flattened.
+        path: The names of the enclosing models, without the outermost, and its own.
+        training: The argument `training` of a layer; None if it gets none.
+        autocast_dtype: The dtype to which weights are cast when read; None for no cast.
+        blocks: The enclosing blocks, outermost first.
     """
 
     operation: keras.Operation
@@ -39,7 +36,7 @@ class Recorded(NamedTuple):
 
 @dataclasses.dataclass
 class Frame:
-    """A layer that is being called."""
+    """A layer call in progress."""
 
     kwargs: dict[str, Any]
     training: bool | None = None
@@ -48,7 +45,7 @@ class Frame:
 
 
 class Symbolic(type):
-    """Stands in for the class that `any_symbolic_tensors` asks for."""
+    """Metaclass of the stand-in for `KerasTensor` in `any_symbolic_tensors`."""
 
     is_symbolic: Callable[[Any], bool]
 
@@ -56,9 +53,9 @@ class Symbolic(type):
         return cls.is_symbolic(leaf)
 
 
-def is_alike(given: Any, made: keras.KerasTensor) -> bool:
-    return isinstance(given, keras.KerasTensor) and all(
-        getattr(given, name) == getattr(made, name) for name in ("dtype", "sparse", "ragged")
+def is_alike(argument: Any, output: keras.KerasTensor) -> bool:
+    return isinstance(argument, keras.KerasTensor) and all(
+        getattr(argument, name) == getattr(output, name) for name in ("dtype", "sparse", "ragged")
     )
 
 

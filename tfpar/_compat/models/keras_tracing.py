@@ -1,14 +1,14 @@
-"""The private parts of Keras that are needed to read a model as a graph, each with version, reason and link.
+"""Tracing of a model's operations on symbolic tensors (Keras 3.15).
 
-Written for Keras 3.15. Keras records the operations of a Functional model alone, and those of a nested model as one;
-inside of `call` of a subclass it records nothing. `record` listens instead while a model runs on symbolic tensors:
+Keras records the operations of Functional models only, with nested models as single operations, and nothing inside the
+`call` of a subclass. `record` intercepts the calls while a model runs on symbolic tensors:
 
     model(symbolic)
       └─ Layer.__call__ ── casts, masks, training
-           └─ symbolic_call ── a model: its own `call`, whose layers come by here in turn
-                               a layer: the shapes of its outputs, and one entry in the list
+           └─ symbolic_call ── a model: its own `call`, whose layers are intercepted in turn
+                               a layer: the shapes of its outputs, and an entry in the list
 
-The threads of Keras share the patched classes: nothing else may call layers meanwhile. Patches end with the context.
+The patches affect all threads, so no other thread may call layers meanwhile. They end with the context.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ def record(
     *,
     symbolic_sizes: bool = False,
 ) -> tuple[list[Recorded], Any]:
-    """Run a built model on symbolic tensors and return its operations, in order, and its outputs.
+    """Run a built model on symbolic tensors, and return its operations in order and its outputs.
+
+    Inner models are opened if they can run on symbolic tensors; others count as single operations.
 
     Args:
-        model: Its inner models are opened where they can be run so; another counts as one operation.
-        inputs: Symbolic tensors, in the structure of the model's first argument.
-        training: Whether the model trains: the argument `training`, if the model's call takes it.
-        opens: Whether a layer with inner layers is opened as a model is; None for none.
-        symbolic_sizes: Whether a layer that is opened may read unknown sizes, of which operations are then recorded.
+        model: The model.
+        inputs: Symbolic tensors in the structure of the model's first argument.
+        training: The argument `training`, if the model's call accepts it.
+        opens: Returns whether to open a layer with inner layers. By default, none is opened.
+        symbolic_sizes: Whether to record operations on unknown sizes in opened layers.
 
     Raises:
-        Exception: Whatever the model's own `call` raises on symbolic tensors.
+        Exception: Whatever the model's `call` raises on symbolic tensors.
     """
     recorder = _Recorder(model, opens or (lambda layer: False), symbolic_sizes)
     with recorder.listening():
@@ -62,16 +64,15 @@ def record(
 
 
 def recorded_call(operation: keras.Operation) -> Callable[..., Any]:
-    """Return the call of an operation as `record` listened to it: that of Keras, without the `__call__` of a user.
+    """Return the call of an operation as it was recorded: Keras' own `__call__`, without a user's override.
 
-    What a user's `__call__` does before and after is among the recorded operations.
+    The operations of a user's `__call__` are recorded separately.
 
     Args:
         operation: A layer, or an operation of `keras.ops`.
     """
     methods = (vars(base)["__call__"] for base in type(operation).__mro__ if "__call__" in vars(base))
-    method = next(one for one in methods if keras_model.is_of_keras(one))
-    return functools.partial(method, operation)
+    return functools.partial(next(filter(keras_model.is_of_keras, methods)), operation)
 
 
 class _Recorder:
@@ -80,8 +81,8 @@ class _Recorder:
         self._blocks: list[keras.Layer] = []
         self._frames: list[Frame] = []
         self._path: list[str] = []
-        self._is_inside = False  # of a layer or operation that is not opened
-        self._constants: dict[int, tuple[keras.KerasTensor, Any]] = {}  # by the `id` of their placeholder
+        self._is_inside = False  # inside an operation that is not opened
+        self._constants: dict[int, tuple[keras.KerasTensor, Any]] = {}  # by id of the placeholder
         self.calls: list[Recorded] = []
 
     @contextlib.contextmanager
@@ -97,7 +98,7 @@ class _Recorder:
             (loss_module, "reduce_weighted_values", self._reduce_loss),
             (Variable, "value", property(self._read)),
             (Variable, "assign", method(self._assign)),
-            # No nodes are added to the layers' own lists.
+            # Keep layers from recording nodes.
             (layer_module, "Node", lambda **_: None),
             (keras_tensor, "KerasTensor", Symbolic("Symbolic", (), {"is_symbolic": self.is_symbolic})),
         ]
@@ -105,7 +106,7 @@ class _Recorder:
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in replaced:
                 stack.enter_context(mock.patch.object(owner, name, replacement))
-            if keras.config.is_traceback_filtering_enabled():  # otherwise Keras adds pages of text to every message
+            if keras.config.is_traceback_filtering_enabled():  # adds pages of text to every error message
                 keras.config.disable_traceback_filtering()
                 stack.callback(keras.config.enable_traceback_filtering)
             if self._symbolic_sizes:
@@ -113,28 +114,28 @@ class _Recorder:
             yield
 
     def is_symbolic(self, leaf: Any) -> bool:
-        """Return whether an operation on it is recorded: also for weights, so that they do not become constants."""
+        """Return whether an operation on it is recorded; includes weights, which would otherwise become constants."""
         return isinstance(leaf, keras.KerasTensor) or (not self._is_inside and isinstance(leaf, Variable))
 
     def _call_layer(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         call = self._originals["__call__"]
         if self._is_inside:
             return call(layer, *args, **kwargs)
-        given_args, given_kwargs = args, dict(kwargs)
+        original_args, original_kwargs = args, dict(kwargs)
         if not any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))):
             args, kwargs = keras.tree.map_structure(self._as_symbolic, (args, kwargs))
-        frame = Frame(given_kwargs)
+        frame = Frame(original_kwargs)
         self._frames.append(frame)
         try:
             outputs = call(layer, *args, **kwargs)
         finally:
             self._frames.pop()
         if not frame.opened:
-            self._append(layer, given_args, given_kwargs, outputs, frame.training)
+            self._append(layer, original_args, original_kwargs, outputs, frame.training)
         return self._with_masks(outputs) if frame.is_block else outputs
 
     def _with_masks(self, outputs: Any) -> Any:
-        """Record the masks that a block hangs on its outputs."""
+        """Record the masks that a block sets on its outputs."""
 
         def with_mask(output: Any) -> Any:
             mask = backend.get_keras_mask(output)
@@ -146,7 +147,7 @@ class _Recorder:
         return bool(self._blocks) and not self._is_inside
 
     def _apply(self, operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
-        """Record an operation of our own."""
+        """Record one of tfpar's own operations."""
         with self._inside():
             outputs = operation.compute_output_spec(*args, **kwargs)
         self._append(operation, args, kwargs, outputs, None)
@@ -169,7 +170,7 @@ class _Recorder:
                 if made and all(isinstance(leaf, keras.KerasTensor) for leaf in made):
                     frame.opened, frame.is_block = True, is_block
                     return outputs
-            except Exception:  # its `call` cannot be read, so it stays one operation
+            except Exception:  # its `call` cannot be traced, so it stays one operation
                 pass
             finally:
                 self._path.pop()
@@ -177,7 +178,7 @@ class _Recorder:
             del self.calls[num_calls:]
         with self._inside():
             outputs = self._spec(layer, args, kwargs)
-            keras_model.leave_training_of(layer, args, kwargs)
+            keras_model.propagate_training(layer, args, kwargs)
         keras_blocks.change_masks(layer, args, kwargs, outputs)
         return outputs
 
@@ -192,13 +193,13 @@ class _Recorder:
         with self._inside():
             outputs = self._spec(operation, args, kwargs)
         if isinstance(operation, ConvertToTensor) and is_alike(args[0], outputs):
-            return args[0]  # with its mask
+            return args[0]  # keeps its mask
         if not self._is_inside:
             self._append(operation, args, kwargs, outputs, None)
         return outputs
 
     def _spec(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Return symbolic outputs; in a block also those that Keras refuses to infer, such as of a slice with None."""
+        """Return symbolic outputs; in a block, run the operation if Keras cannot infer them, as for unknown slices."""
         try:
             return operation.compute_output_spec(*args, **kwargs)
         except Exception:
@@ -218,7 +219,7 @@ class _Recorder:
         reduction: str | None = "sum_over_batch_size", dtype: Any = None,
     ) -> Any:  # fmt: skip
         loss = values, sample_weight, mask
-        if self._is_inside or not any(isinstance(one, keras.KerasTensor) for one in loss):
+        if self._is_inside or not any(isinstance(tensor, keras.KerasTensor) for tensor in loss):
             return self._originals["reduce_weighted_values"](*loss, reduction, dtype)
         return ReducedLoss(reduction, dtype).symbolic_call(*loss)
 
@@ -247,8 +248,8 @@ class _Recorder:
         self._constants[id(symbolic)] = symbolic, leaf
         return symbolic
 
-    def _given(self, leaf: Any) -> Any:
-        """Return the constant of a placeholder of a nested model; another argument unchanged."""
+    def _constant(self, leaf: Any) -> Any:
+        """Return the constant behind a placeholder; other arguments unchanged."""
         return self._constants[id(leaf)][1] if id(leaf) in self._constants else leaf
 
     def _append(self, operation: Any, args: Any, kwargs: Any, outputs: Any, training: bool | None) -> None:
@@ -256,46 +257,46 @@ class _Recorder:
         made = tuple(leaf for leaf in keras.tree.flatten(outputs) if isinstance(leaf, keras.KerasTensor))
         is_layer = isinstance(operation, keras.Layer)
         named = {name: value for name, value in kwargs.items() if name != "training" or not is_layer}
-        args, named = keras.tree.map_structure(self._given, (args, named))
+        args, named = keras.tree.map_structure(self._constant, (args, named))
         path = (*self._path, operation.name)
         blocks = tuple(self._blocks)
         self.calls.append(Recorded(operation, args, named, made, path, training, scope and scope.dtype, blocks))
 
 
 def _can_open(layer: keras.Layer, kwargs: dict[str, Any]) -> bool:
-    # A mask given by hand to a Functional model is hung on its input, where a graph of tensors cannot see it. A model
-    # with several inputs gets one for each, None where there is none.
+    # A mask passed to a Functional model is set on its input, which a graph of tensors does not show. A model with
+    # several inputs gets a mask, or None, for each.
     masks = keras.tree.flatten(kwargs.get("mask"))
     takes_mask = any(mask is not None for mask in masks) and not has_own_call(layer)
     return isinstance(layer, keras.Model) and not takes_mask and not has_own_ending(layer)
 
 
 def is_built(model: keras.Model) -> bool:
-    """Return whether the model and its layers at every depth have their weights."""
+    """Return whether a model and its layers at every depth are built."""
     return all(layer.built for layer in model._flatten_layers())
 
 
 def has_own_call(model: keras.Layer) -> bool:
-    """Return whether a model defines its `call` in Python, and not as a graph of Keras."""
+    """Return whether a model defines `call` in Python, unlike Functional and Sequential models."""
     return type(model).call not in (Functional.call, keras.Sequential.call)
 
 
 def has_own_ending(model: keras.Layer) -> bool:
-    """Return whether Keras applies a mask or an activity regularizer of the model to the outputs of its `call`."""
+    """Return whether Keras adds a mask or an activity regularizer to the outputs of the model's `call`."""
     return type(model).compute_mask is not keras.Layer.compute_mask or model.activity_regularizer is not None
 
 
 def declared_inputs(model: keras.Model) -> Any:
-    """Return the symbolic inputs that a Functional or built Sequential model was made of; None where there are none.
+    """Return the symbolic inputs of a Functional or built Sequential model in their structure, else None.
 
-    Keras 3.15 gives them flat as `model.inputs`; the structure that the user calls with is private.
+    The public `model.inputs` is flat.
     """
     functional = _functional(model)
     return None if functional is None else functional._inputs_struct
 
 
 def standardize_inputs(model: keras.Model, inputs: Any) -> list[Any]:
-    """Convert the arguments of a model with declared inputs as its `call` does, and return them flat."""
+    """Convert the inputs of a model with declared inputs as its `call` does, and return them flat."""
     functional = _functional(model)
     functional._assert_input_compatibility(inputs)
     return list(functional._standardize_inputs(inputs))
@@ -308,23 +309,23 @@ def _functional(model: keras.Model) -> Any:
 
 
 def takes_training(operation: keras.Operation) -> bool:
-    """Return whether a call takes `training`, as Keras' own graphs test (`operation_fn` in `functional.py`)."""
+    """Return whether a layer's call accepts `training`, as Functional models check it (`operation_fn`)."""
     if not isinstance(operation, keras.Layer):
         return False
     return "training" in versions.private(operation, "_call_context_args")
 
 
 def autocast(dtype: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Cast weights that operations read, as a model of mixed precision does around its `call`."""
+    """Cast weights when they are read in this context, as Keras does around a `call` in mixed precision."""
     return contextlib.nullcontext() if dtype is None else backend.AutocastScope(dtype)
 
 
 @contextlib.contextmanager
 def one_model_call(operations: Iterable[keras.Operation]) -> Iterator[None]:
-    """Run operations inside this context as in one call of a model, without the losses of the last call.
+    """Run operations in this context as in a single call of a model, after clearing their losses.
 
-    A Keras 3.15 layer that is called outside of a model clears its losses first, so that a layer applied twice would
-    lose those of its first call.
+    A Keras 3.15 layer called outside a model clears its losses first, so that a layer called twice would lose those of
+    its first call.
     """
     for operation in operations:
         layer = operation.model if isinstance(operation, AddedLoss) else operation

@@ -1,1 +1,1 @@
-"""Optimizers of Keras: their updates, and their slots."""
+"""Keras optimizers: their updates and their slots."""

@@ -1,7 +1,4 @@
-"""Optimizers: one device's update on every replica, slots, and slots on other devices.
-
-All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
-"""
+"""Updates and slots of Keras optimizers. Private API of Keras 3.15 and TensorFlow 2.21."""
 
 from __future__ import annotations
 
@@ -15,13 +12,16 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfpar._compat import versions
 from tfpar._compat.optimizers import keras_own_updates
 from tfpar._compat.optimizers.keras_optimizer_copy import optimizer_of_weight, unbuilt_copy
 from tfpar._compat.variables import keras_variables, keras_weight_keys
-from tfpar._compat.variables.keras_weight_placement import place
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.variables.keras_weight_placement import place_as
+from tfpar._compat.variables.sharded_memory import is_remote
 from tfpar._compat.variables.tf_shared_scalars import SharedScalars
 
 
@@ -29,14 +29,14 @@ from tfpar._compat.variables.tf_shared_scalars import SharedScalars
 def one_device_optimizer() -> Iterator[None]:
     """Run the one-device code of Keras optimizers inside this context.
 
-    Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
-    conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
-    `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right. It reads the
-    learning rate once per weight, and sends each value to the weight's process. Here the weights of a device share one
-    read until an update changes the rate, and the other scalars of the update.
+    Keras 3.15's optimizer for TensorFlow reduces gradients across replicas itself, after clipping and inside
+    conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients first and then calls
+    `apply` once per replica, so it needs the code of the base class, which ignores replicas. That code reads the
+    learning rate once per weight, and sends it to the weight's process. Here the weights of a device share the learning
+    rate, until an update changes it, and the other scalars of the update.
 
-    As in Keras' code for TensorFlow, `update_step` and `_use_weight_decay` take the `tf.Variable` of a weight, whose
-    name is the whole path, `sequential/dense/bias:0`.
+    As in Keras' own code, `update_step` and `_use_weight_decay` receive the `tf.Variable` of a weight, whose name is
+    the whole path, such as `sequential/dense/bias:0`.
     """
 
     def update_all(optimizer: BaseOptimizer, gradients: Any, variables: Any, learning_rate: Any) -> None:
@@ -54,7 +54,8 @@ def one_device_optimizer() -> Iterator[None]:
             if keras_weight_keys.is_excluded(optimizer, variable) or not optimizer._use_weight_decay(memory):
                 continue
             with scalars.shared(memory.device):
-                rate, decay = (tf.cast(one, memory.dtype) for one in (optimizer.learning_rate, optimizer.weight_decay))
+                rate = tf.cast(optimizer.learning_rate, memory.dtype)
+                decay = tf.cast(optimizer.weight_decay, memory.dtype)
                 memory.assign_sub(memory * decay * rate)
 
     names = (
@@ -71,13 +72,13 @@ def one_device_optimizer() -> Iterator[None]:
 
 
 def apply(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Update weights as the training step of Keras 3.15 does, which calls `apply_gradients`.
+    """Update weights like the training step of Keras 3.15, which calls `apply_gradients`.
 
-    A class may override that method, such as to centralize gradients.
+    A custom optimizer may override that method, for example to centralize gradients.
 
     Args:
         optimizer: An optimizer.
-        gradients: The gradient of each weight, None for none.
+        gradients: The gradient of each weight, or None.
         weights: The weights, at least one.
     """
     # In an own step the method has run already, on the gradients of the replica.
@@ -91,49 +92,57 @@ def _memory(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
-    """Move the slots of a built optimizer to the devices of its moved weights.
+def move_slots(optimizer: keras.Optimizer) -> None:
+    """Move the slots of a built optimizer to the devices of their weights, sharded like them.
 
     Args:
         optimizer: A built optimizer.
-        variables: The weights that it was built for, in their order.
     """
     keras_variables.find_slots(keras_variables.innermost(optimizer))
-    for slot, variable in slots_of(optimizer, variables):
-        if not is_elsewhere(slot):
-            place(slot, variable.value.device)
+    for slot, weight in slots_of_weights(optimizer):
+        if not is_remote(slot):
+            place_as(slot, weight)
 
 
-def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return the slots of a built optimizer that have the shape of their weight, with that weight.
+def slots_of_weights(optimizer: keras.Optimizer) -> list[tuple[Any, Any]]:
+    """Return the slots of a built optimizer of Keras 3.15 that belong to a single weight, each with the weight.
 
-    Keras 3.15 begins the name of a slot with the path of its weight (`add_variable_from_reference`).
+    A slot has the shape of its weight and a name that starts with the weight's path (`add_variable_from_reference`), or
+    it is in a list with one item per weight, like Adafactor's row and column factors.
 
     Args:
         optimizer: A built optimizer.
-        variables: The weights that it was built for.
     """
-    found = []
-    for slot in keras_variables.innermost(optimizer).variables:
-        of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
-        weight = max(of, key=lambda variable: len(variable.path), default=None)  # kernel_2, where there is a kernel too
+    inner, weights = keras_variables.innermost(optimizer), weights_of(optimizer)
+    prefixes, pairs = [(weight, weight.path.replace("/", "_") + "_") for weight in weights], dict[int, Any]()
+    for slot in inner.variables:
+        named = [weight for weight, prefix in prefixes if slot.name.startswith(prefix)]
+        weight = max(named, key=lambda weight: len(weight.path), default=None)  # kernel_2 rather than kernel
         if weight is not None and slot.shape == weight.shape:
-            found.append((slot, weight))
-    return found
+            pairs[id(slot)] = weight
+    for name, values in vars(inner).items():
+        if name != "_variables" and isinstance(values, list | tuple) and len(values) == len(weights):
+            pairs |= {id(slot): weight for slot, weight in zip(values, weights, strict=True)}
+    return [(slot, pairs[id(slot)]) for slot in inner.variables if id(slot) in pairs]
+
+
+def weights_of(optimizer: Any) -> list[Any]:
+    """Return the weights that an optimizer was built for."""
+    return list(versions.private(keras_variables.innermost(optimizer), "_trainable_variables"))
 
 
 def slots_per_weight(optimizer: keras.Optimizer | None, weights: Sequence[keras.Variable]) -> int:
-    """Return the largest number of an optimizer's variables of the size of a weight, for one weight (Keras 3.15).
+    """Return how many slots of the size of a weight an optimizer of Keras 3.15 creates per weight, at most.
 
     Args:
-        optimizer: An optimizer, built or not; None for no slots.
-        weights: The trained weights of the model, which several optimizers may update.
+        optimizer: An optimizer, built or not, or None.
+        weights: The trained weights of the model. Several optimizers may update them.
     """
     if optimizer is None:
         return 0
     innermost = keras_variables.innermost(optimizer)
-    found = {id(one): one for one in (optimizer_of_weight(innermost, weight) for weight in weights)}
-    return max(map(_num_slots, found.values()), default=0)
+    optimizers = {id(inner): inner for inner in (optimizer_of_weight(innermost, weight) for weight in weights)}
+    return max(map(_num_slots, optimizers.values()), default=0)
 
 
 def _num_slots(optimizer: keras.Optimizer) -> int:
@@ -143,16 +152,16 @@ def _num_slots(optimizer: keras.Optimizer) -> int:
 
 
 def begins_with_weights(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer creates slots with the values of their weights (Keras 3.15's ScheduleFreeAdamW)."""
+    """Return whether slots start as copies of their weights, as in Keras 3.15's ScheduleFreeAdamW."""
     probe, mark = unbuilt_copy(keras_variables.innermost(optimizer)), 0.375
     probe.build([keras.Variable(tf.constant([mark]))])
     return any(slot.shape == (1,) and slot.numpy()[0] == mark for slot in probe.variables)
 
 
 def num_applied(optimizer: keras.Optimizer | None) -> int:
-    """Return how often an optimizer was applied to gradients, including those that it only accumulated.
+    """Return how often an optimizer was applied, including gradients that it only accumulated.
 
-    Keras 3.15's `iterations` is that number, or with gradient accumulation the number of updates.
+    Keras 3.15's `iterations` counts updates instead if the optimizer accumulates gradients.
     """
     if optimizer is None:
         return 0
@@ -161,9 +170,9 @@ def num_applied(optimizer: keras.Optimizer | None) -> int:
 
 
 def count_application(optimizer: keras.Optimizer) -> None:
-    """Count an application to gradients that takes place elsewhere, or not at all.
+    """Count a step in which the optimizer is not applied itself.
 
-    With gradient accumulation Keras 3.15's `iterations` is computed, and no variable.
+    `iterations` cannot be assigned: with gradient accumulation Keras 3.15 computes it.
 
     Args:
         optimizer: A built optimizer.
@@ -175,3 +184,40 @@ def updates_of(optimizer: keras.Optimizer | None, num_applied: int) -> int:
     """Return the value of `iterations` after an optimizer was applied a number of times (Keras 3.15)."""
     inner = None if optimizer is None else keras_variables.innermost(optimizer)
     return num_applied // (getattr(inner, "gradient_accumulation_steps", None) or 1)
+
+
+def resource_handles(optimizer: Any, weight: Any, kinds: Sequence[str]) -> list[tf.Tensor] | None:
+    """Return the handles of a weight and its slots, or None if they differ in device, dtype or shape.
+
+    Args:
+        optimizer: A built optimizer.
+        weight: The `tf.Variable` of one of its weights; of a replicated weight that of the calling replica.
+        kinds: Keras' names for the lists of slots, without a leading underscore.
+    """
+    index = optimizer._get_variable_index(weight)
+    slots = [_slots_of_kind(optimizer, kind) for kind in kinds]
+    if not all(isinstance(of_kind, list | tuple) and index < len(of_kind) for of_kind in slots):
+        return None
+    memories = [weight, *(_memory(of_kind[index]) for of_kind in slots)]
+    if not all(map(_has_handle, memories)):
+        return None
+    if any(_device_dtype_shape(memory) != _device_dtype_shape(weight) for memory in memories):
+        return None
+    return [memory.handle for memory in memories]
+
+
+def _slots_of_kind(optimizer: Any, kind: str) -> Any:
+    """Return a list of slots: SGD calls one `momentums`, Adam `_momentums`."""
+    public = getattr(optimizer, kind, None)
+    return getattr(optimizer, f"_{kind}", ()) if public is None else public
+
+
+def _has_handle(memory: Any) -> bool:
+    """Return whether memory is a single resource here: not sharded, remote, or replicated outside a replica context."""
+    if isinstance(memory, DistributedVariable):
+        return get_current_replica_id_as_int() is not None
+    return isinstance(memory, ResourceVariable)
+
+
+def _device_dtype_shape(memory: Any) -> tuple[Any, ...]:
+    return memory.device, memory.dtype, memory.shape

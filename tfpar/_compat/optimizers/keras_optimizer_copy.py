@@ -1,4 +1,4 @@
-"""Copies of optimizers for trials, also of those without a configuration. Written for Keras 3.15."""
+"""Unbuilt copies of optimizers, even of those without `get_config`. Written for Keras 3.15."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import keras
 def optimizer_of_weight(optimizer: keras.Optimizer, weight: keras.Variable) -> keras.Optimizer:
     """Return the optimizer that updates a weight: one of a `MultiOptimizer`, otherwise the optimizer itself.
 
-    A copy of a `MultiOptimizer` with a function shares the optimizers that the function returns, and building it would
-    build those for other weights (`build` in keras/src/optimizers/multi_optimizer.py).
+    Copying a `MultiOptimizer` is no alternative: the copy shares the optimizers that its function returns, and building
+    it would build them for other weights (`build` in keras/src/optimizers/multi_optimizer.py).
 
     Args:
         optimizer: An optimizer, built or not.
-        weight: A weight of the model: the function may choose by its path.
+        weight: A weight of the model. The function may choose by its path.
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return optimizer._optimizer_map(weight)
@@ -23,18 +23,17 @@ def optimizer_of_weight(optimizer: keras.Optimizer, weight: keras.Variable) -> k
 
 
 def unbuilt_copy(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Return an optimizer with the settings of another, without its slots; its learning rate may be another.
+    """Return an optimizer with the settings of another and without slots. Its learning rate may differ.
 
-    The configuration of an optimizer would be enough, but Keras raises NotImplementedError for a learning-rate schedule
-    without `get_config`, which `fit` never needs (`serialize` in
-    keras/src/optimizers/schedules/learning_rate_schedule.py), and a user's optimizer may have none.
+    `get_config` is not always available: a custom optimizer may lack it, and Keras raises NotImplementedError for a
+    learning-rate schedule without it (`serialize` in keras/src/optimizers/schedules/learning_rate_schedule.py).
 
     Args:
         optimizer: An optimizer, built or not.
     """
     try:
         return type(optimizer).from_config(optimizer.get_config())
-    except Exception:  # from methods of the user, or missing arguments of a constructor
+    except Exception:  # from user code, or for missing constructor arguments
         return _copied(optimizer)
 
 
@@ -54,7 +53,7 @@ def _without_slots(value: Any) -> Any:
     if isinstance(value, keras.Optimizer):
         return unbuilt_copy(value)
     if isinstance(value, list):
-        return [_without_slots(one) for one in value if not isinstance(one, keras.Variable)]
+        return [_without_slots(item) for item in value if not isinstance(item, keras.Variable)]
     if isinstance(value, dict):
-        return {key: _without_slots(one) for key, one in value.items() if not isinstance(one, keras.Variable)}
+        return {key: _without_slots(item) for key, item in value.items() if not isinstance(item, keras.Variable)}
     return value

@@ -1,9 +1,9 @@
-"""Slots of an optimizer that one replica alone holds, the owner of their weight: their memory, and that of the weights.
+"""Optimizer slots that exist only on the owner of their weight.
 
     weight   DistributedVariable ─┬ tf.Variable on replica 0        slot   tf.Variable on replica 1, its owner;
-                                  └ tf.Variable on replica 1               MemoryElsewhere in other processes
+                                  └ tf.Variable on replica 1               RemoteMemory in other processes
 
-Written for Keras 3.15 and TensorFlow 2.21. A mirrored `keras.Variable` has a `DistributedVariable` in `_value`
+Written for Keras 3.15 and TensorFlow 2.21. A replicated `keras.Variable` stores a `DistributedVariable` in `_value`
 (tensorflow/python/distribute/values.py).
 """
 
@@ -22,58 +22,68 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute.numpy_dataset import SingleDevice
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfpar._compat import versions
-from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables, sharded_memory
-from tfpar._compat.variables.tf_memory_elsewhere import MemoryElsewhere, is_elsewhere
+from tfpar._compat.variables.sharded_memory import RemoteMemory, ShardedMemory, is_remote
 
-_OWNED = "_tfpar_owned"  # an attribute of the memory of slots on one device
-_HOLDER = "_tfpar_holder"  # an attribute of a slot of one process, also where it has memory: the rank of its holder
+_OWNED = "_tfpar_owned"  # marks the memory of a slot on one device
+_UNIFORM = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+_HOLDER = "_tfpar_holder"  # the rank of the process that holds a slot, an attribute of the slot in every process
 
 
 def holder_of(variable: Any) -> int | None:
-    """Return the rank of the process that alone holds a slot; None for a variable that all processes have."""
+    """Return the rank of the only process that holds a slot, or None if every process has the variable."""
     rank: int | None = getattr(variable, _HOLDER, None)
     return rank
 
 
 def is_owned(variable: keras.Variable) -> bool:
-    """Return whether a variable is a slot on the device of one replica, or of one process."""
+    """Return whether a variable is a slot that only one replica or process holds."""
     return getattr(variable._value, _OWNED, False) or holder_of(variable) is not None
 
 
 def hold(slot: Any, holder: int, *, is_held_here: bool) -> None:
-    """Note the process that holds a slot; in another one, release the memory.
+    """Record which process holds a slot, and release its memory in the others.
 
     Args:
-        slot: A slot of an optimizer.
-        holder: The rank of the process.
-        is_held_here: Whether that is this process.
+        slot: An optimizer slot.
+        holder: The rank of the process that holds it.
+        is_held_here: Whether this is that process.
     """
     setattr(slot, _HOLDER, holder)
     if not is_held_here:
-        if not is_elsewhere(slot):
-            slot._value = MemoryElsewhere(slot)
+        if not is_remote(slot):
+            slot._value = RemoteMemory(slot)
         slot._value.holder = holder
 
 
 @contextlib.contextmanager
 def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
-    """Create the slots of weights of other processes without memory inside this context.
+    """Shard new slots like their weights inside this context, and allocate none for weights of other processes.
 
     Args:
-        is_held_here: Takes a weight, and returns whether this process holds its slots.
+        is_held_here: Returns whether this process holds the slots of a weight.
     """
-    original = TFOptimizer.add_variable_from_reference
+    original, initialize = TFOptimizer.add_variable_from_reference, Variable._initialize_with_initializer
 
     def add(optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_held_here(reference_variable):
+        memory: Any = getattr(reference_variable, "_value", None)
+
+        def in_shards(slot: Any, values: Any) -> None:
+            if isinstance(values, _UNIFORM):
+                sharded_memory.initialize_sharded(slot, values, memory)
+            else:
+                with tf.device("CPU:0"):
+                    initialize(slot, values)
+                sharded_memory.place_shards(slot, memory.axis, memory.sizes, memory.devices)
+
+        is_here = is_held_here(reference_variable)
+        if is_here and not isinstance(memory, ShardedMemory):
             return original(optimizer, reference_variable, *args, **kwargs)
-        with mock.patch.object(Variable, "_initialize_with_initializer", elsewhere):
+        with mock.patch.object(Variable, "_initialize_with_initializer", in_shards if is_here else without_memory):
             return BaseOptimizer.add_variable_from_reference(optimizer, reference_variable, *args, **kwargs)
 
-    def elsewhere(variable: Any, initializer: Any) -> None:
-        variable._value = MemoryElsewhere(variable)
+    def without_memory(slot: Any, initializer: Any) -> None:
+        slot._value = RemoteMemory(slot)
 
     with mock.patch.object(TFOptimizer, "add_variable_from_reference", add):
         yield
@@ -81,14 +91,14 @@ def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slots_on(device_of: Callable[[Any], str]) -> Iterator[None]:
-    """Create each variable of an optimizer on one device inside this context, within the scope of a strategy.
+    """Create each optimizer variable on a single device inside this context, in the scope of a strategy.
 
-    Keras creates a slot on the replicas of its weight (`add_variable_from_reference` in
-    keras/src/backend/tensorflow/optimizer.py). `MirroredStrategy` creates a variable on one device if the creator
-    receives a `SingleDevice` (tensorflow/python/distribute/mirrored_strategy.py).
+    Keras colocates a slot with all replicas of its weight (`add_variable_from_reference` in
+    keras/src/backend/tensorflow/optimizer.py). `MirroredStrategy` creates a variable on a single device if it receives
+    a `SingleDevice` instead (tensorflow/python/distribute/mirrored_strategy.py).
 
     Args:
-        device_of: Takes the `_value` of the weight of a slot, None for another variable, and returns a device.
+        device_of: Returns the device for a slot from the `_value` of its weight, or from None for other variables.
     """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
@@ -101,74 +111,51 @@ def slots_on(device_of: Callable[[Any], str]) -> Iterator[None]:
 
 
 def place_slot(slot: keras.Variable, value: Any, device: str) -> None:
-    """Move a variable of an optimizer to one device, within the scope of its strategy.
+    """Move an optimizer variable to a single device, in the scope of its strategy.
 
     Args:
-        slot: A variable of an optimizer, mirrored or not.
-        value: Its value there.
+        slot: An optimizer variable, replicated or not.
+        value: Its new value.
         device: Such as `"/device:GPU:1"`.
     """
     with tf.init_scope(), slots_on(lambda _: device):
         keras_variables.re_create(slot, value)
 
 
-def slots_of_weights(optimizer: keras.Optimizer) -> list[tuple[Any, Any]]:
-    """Return the variables of a built optimizer that belong to one weight, each with that weight.
-
-    Optimizers keep them in lists with an item for each weight; Adafactor's row and column factors have no other sign.
-
-    Args:
-        optimizer: A built optimizer.
-    """
-    inner, weights = keras_variables.innermost(optimizer), weights_of(optimizer)
-    pairs = {id(slot): (slot, weight) for slot, weight in keras_optimizer.slots_of(inner, weights)}
-    known = set(map(id, inner.variables))
-    for name, values in vars(inner).items():
-        if name != "_variables" and isinstance(values, list | tuple) and len(values) == len(weights):
-            pairs |= {
-                id(slot): (slot, weight) for slot, weight in zip(values, weights, strict=True) if id(slot) in known
-            }
-    return [pairs[id(slot)] for slot in inner.variables if id(slot) in pairs]
-
-
-def weights_of(optimizer: Any) -> list[Any]:
-    """Return the weights that an optimizer was built for."""
-    return list(versions.private(keras_variables.innermost(optimizer), "_trainable_variables"))
-
-
 def memories(variable: keras.Variable) -> Sequence[tf.Variable]:
-    """Return the `tf.Variable` of each local replica; one for a variable that is not mirrored."""
+    """Return the `tf.Variable` of each local replica, a single one for a variable that is not replicated."""
     memory = variable._value
     return memory.values if isinstance(memory, DistributedVariable) else (memory,)
 
 
 def copies(weight: keras.Variable) -> list[Sequence[tf.Variable]]:
-    """Return the memory on each local replica of a weight, or of each of its pieces."""
-    if sharded_memory.is_divided(weight):
-        return [(piece,) for piece in sharded_memory.memories_of(weight)]
+    """Return the local copies of a weight, or of each of its shards."""
+    if sharded_memory.is_sharded(weight):
+        return [(shard,) for shard in sharded_memory.memories_of(weight)]
     return [memories(weight)]
 
 
 @contextlib.contextmanager
 def of_owners(weights: Sequence[keras.Variable], owners: Mapping[int, int]) -> Iterator[None]:
-    """Read and update only the memory of one replica of mirrored weights inside this context.
+    """Replace replicated weights by the copies on their owners inside this context.
 
-    It has the name of the mirrored weight, which optimizers read: TensorFlow adds the number of the replica.
+    The copies take the name of the weight, which optimizers read; TensorFlow appends the index of the replica.
 
     Args:
-        weights: Weights, mirrored or not.
-        owners: The number of the local replica by the `id` of a weight, of those of this process.
+        weights: Weights, replicated or not.
+        owners: The index of the local owner of each weight of this process, by the weight's `id`.
     """
     mirrored = [
-        (weight, weight._value, weight._value.values[owners[id(weight)]])
+        (weight, weight._value.values[owners[id(weight)]])
         for weight in weights
         if id(weight) in owners and isinstance(weight._value, DistributedVariable)
     ]
-    names = [memory.name for _, _, memory in mirrored]
+    names = [(memory, memory.name, weight._value.name) for weight, memory in mirrored]
     try:
-        for weight, of_all, memory in mirrored:
-            weight._value, memory._handle_name = memory, of_all.name
-        yield
+        for memory, _, name in names:
+            memory._handle_name = name
+        with sharded_memory.replaced(mirrored):
+            yield
     finally:
-        for (weight, of_all, memory), name in zip(mirrored, names, strict=True):
-            weight._value, memory._handle_name = of_all, name
+        for memory, name, _ in names:
+            memory._handle_name = name

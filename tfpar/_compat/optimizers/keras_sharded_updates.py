@@ -1,10 +1,12 @@
-"""Updates of weights by their owners: each process updates its own, with what depends on the gradients of all.
+"""Optimizer updates of which each process computes the part for its own shards.
 
-Written for Keras 3.15.
+Global norms and finite checks still cover the gradients of all processes. Written for Keras 3.15: an optimizer has one
+list per kind of slot, in the order of its weights (keras/src/optimizers/base_optimizer.py).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,28 +22,46 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfpar._compat import versions
-from tfpar._compat.optimizers.keras_sharded_slots import is_owned, slots_of_weights
-from tfpar._compat.variables import keras_variables
-from tfpar._compat.variables.tf_memory_elsewhere import is_elsewhere
+from tfpar._compat.optimizers.keras_optimizer import slots_of_weights
+from tfpar._compat.optimizers.keras_sharded_slots import is_owned
+from tfpar._compat.variables import keras_variables, sharded_memory
 from tfpar.per_model import PerModel
 
 AllReduce = Callable[[tf.Tensor], tf.Tensor]
-# Takes a model, an optimizer and a function: calls it where the optimizer has the weights and slots of this process
-# alone, and sends the new weights to all copies.
+# (model, optimizer, function) -> calls the function on the weights and slots of this process, then sends the weights to
+# their copies.
 Change = Callable[[keras.Model, Any, Callable[[], None]], None]
 
-_SHARDED = "_tfpar_sharded"  # an attribute of methods that were replaced
+_ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+    keras.optimizers.Nadam,
+)
+_NOT_SLOTS = ("_variables", "_trainable_variables")
+_SHARDED = "_tfpar_sharded"  # marks replaced methods
 _CHANGES: PerModel[Change] = PerModel()
 
 
+def is_elementwise(optimizer: Any) -> bool:
+    """Return whether an optimizer updates each element of a weight only from the gradient and slots of the element."""
+    return type(keras_variables.innermost(optimizer)) in _ELEMENTWISE
+
+
 def check(optimizer: Any) -> None:
-    """Refuse an optimizer that cannot update some of its weights alone.
+    """Refuse an optimizer that cannot update a part of its weights.
 
     Args:
         optimizer: An optimizer, built or not.
 
     Raises:
-        ValueError: If it has methods that take all weights at once, or state that is of no single weight.
+        ValueError: If a custom optimizer overrides a method that takes all weights, or has state shared by weights.
     """
     inner, name = keras_variables.innermost(optimizer), type(optimizer).__name__
     own = list(itertools.takewhile(lambda base: not base.__module__.startswith("keras."), type(inner).__mro__))
@@ -68,13 +88,13 @@ def check(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def of_all_gradients(all_reduce: AllReduce, dtype: str) -> Iterator[None]:
-    """Use the global norm and the finite check of the gradients of all processes inside this context.
+    """Compute global norms and finite checks over the gradients of all processes inside this context.
 
-    All processes update their own weights in it, one without such weights too.
+    Every process must apply the optimizer in it, even one that owns no weights.
 
     Args:
         all_reduce: Sums a small tensor over all processes.
-        dtype: The type of the norm, equal in all processes.
+        dtype: The dtype of the norm, the same in all processes.
     """
 
     def global_norm(values: Sequence[Any]) -> tf.Tensor:
@@ -90,7 +110,7 @@ def of_all_gradients(all_reduce: AllReduce, dtype: str) -> Iterator[None]:
         if len(grads):
             original_apply(updated, grads, trainable_variables)
             return
-        updated._backend_apply_gradients([], [])  # counters that all processes have
+        updated._backend_apply_gradients([], [])  # updates counters
         updated._iterations.assign_add(1)
 
     original_check, original_apply = LossScaleOptimizer.check_finite, BaseOptimizer.apply
@@ -103,39 +123,114 @@ def of_all_gradients(all_reduce: AllReduce, dtype: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_own(optimizer: Any) -> Iterator[None]:
-    """Let an optimizer know no accumulated gradients and moving averages of other processes inside this context.
+def own_shards(optimizer: Any, updated: Sequence[int]) -> Iterator[None]:
+    """Let an optimizer treat each shard of a weight as a weight with its own slots inside this context.
 
-    Keras has None there for a weight without one.
+    Slots of other processes become None, which Keras uses for weights without such a slot.
 
     Args:
         optimizer: A built optimizer.
+        updated: For each weight or shard with a gradient, in the order of the update, the `id` of the whole weight.
     """
-    attributes = vars(keras_variables.innermost(optimizer))
-    names = attributes.keys() & {"_accumulated_gradients", "_model_variables_moving_average"}
-    before = {name: attributes[name] for name in names}
-    for name, slots in before.items():
-        attributes[name] = [None if slot is None or is_elsewhere(slot) else slot for slot in slots]
+    inner = keras_variables.innermost(optimizer)
+    attributes, of_shards = vars(inner), _of_shards(inner, updated)
+    before = {name: attributes[name] for name in of_shards if name in attributes}
+    attributes.update(of_shards)
     try:
         yield
     finally:
+        for name in of_shards:
+            del attributes[name]
         attributes.update(before)
 
 
+def _of_shards(optimizer: Any, updated: Sequence[int]) -> dict[str, Any]:
+    """Return the attributes of an optimizer that refer to weights and slots, for their shards."""
+    weights, key_of = optimizer._trainable_variables, optimizer._var_key
+    shards = [sharded_memory.shards_of(weight) for weight in weights]
+    of_all = list(itertools.chain.from_iterable(shards))
+    replaced: dict[str, Any] = {
+        "_trainable_variables": of_all,
+        "_trainable_variables_indices": {key_of(shard): index for index, shard in enumerate(of_all)},
+    }
+    for name, value in vars(optimizer).items():
+        if name not in _NOT_SLOTS and _are_slots(value, weights):
+            pairs = zip(value, map(len, shards), strict=True)
+            replaced[name] = [shard for slot, number in pairs for shard in _shards_of_slot(slot, number)]
+    if excluded := set(vars(optimizer).get("_exclude_from_weight_decay", ())):
+        of_excluded = itertools.compress(shards, [key_of(weight) in excluded for weight in weights])
+        replaced["_exclude_from_weight_decay"] = excluded.union(map(key_of, itertools.chain.from_iterable(of_excluded)))
+    if optimizer.clipnorm and len(of_all) > len(weights):
+        replaced["_clip_gradients"] = _clip_by_norm_of_weights(optimizer, updated)
+    return replaced
+
+
+def _shards_of_slot(slot: Any, number: int) -> list[Any]:
+    if slot is None or sharded_memory.is_remote(slot):
+        return [None] * number
+    return sharded_memory.shards_of(slot)
+
+
+def _are_slots(value: Any, weights: Sequence[Any]) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == len(weights)
+        and any(isinstance(slot, keras.Variable) for slot in value)
+        and all(
+            slot is None or (isinstance(slot, keras.Variable) and slot.shape == weight.shape)
+            for slot, weight in zip(value, weights, strict=True)
+        )
+    )
+
+
+def _clip_by_norm_of_weights(optimizer: Any, updated: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return Keras' clipping by the norm of each weight, applied to gradients of shards.
+
+    It computes the same as TensorFlow 2.21's `tf.clip_by_norm`, with the norm over all shards of a weight.
+    """
+
+    def clip(gradients: Sequence[Any]) -> list[Any]:
+        squares: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
+        for weight, gradient in zip(updated, gradients, strict=True):
+            squares[weight].append(tf.reduce_sum(tf.square(_values(gradient))))
+        return [
+            optimizer._clip_by_norm(gradient)
+            if len(squares[weight]) == 1
+            else _scaled(gradient, tf.add_n(squares[weight]), optimizer.clipnorm)
+            for weight, gradient in zip(updated, gradients, strict=True)
+        ]
+
+    return clip
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _scaled(gradient: Any, square: tf.Tensor, limit: float) -> Any:
+    values = _values(gradient)
+    positive = square > 0
+    norm = tf.where(positive, tf.sqrt(tf.where(positive, square, tf.ones_like(square))), square)
+    clipped = values * limit / tf.maximum(norm, tf.constant(limit, norm.dtype))
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape)
+    return clipped
+
+
 def finalizes(optimizer: Any) -> bool:
-    """Return whether an optimizer changes weights after training, to their moving averages by default."""
+    """Return whether an optimizer overwrites weights after training, for example by their moving averages."""
     inner = keras_variables.innermost(optimizer)
     return bool(inner.use_ema) or type(inner).finalize_variable_values is not BaseOptimizer.finalize_variable_values
 
 
 def swap_on_owners(model: keras.Model, change: Change) -> None:
-    """Let `keras.callbacks.SwapEMAWeights` swap the sharded averages of a model on the owners of the weights.
+    """Make `keras.callbacks.SwapEMAWeights` swap sharded averages on the owners of the weights.
 
-    Keras 3.15 swaps a weight and its average on every replica (keras/src/callbacks/swap_ema_weights.py).
+    Keras 3.15 swaps weights and averages on every replica (keras/src/callbacks/swap_ema_weights.py).
 
     Args:
         model: A model with sharded optimizer state.
-        change: Changes its weights and averages.
+        change: Runs a change of its weights and slots.
     """
     _CHANGES[model] = change
     if getattr(SwapEMAWeights._tf_swap_variables, _SHARDED, False):
@@ -161,7 +256,8 @@ def _on_owners(original: Callable[..., None], change: Callable[[Any, Any], Any])
                 if average is not None:
                     change(weight, average)
 
-        if any(is_owned(average) for average in optimizer._model_variables_moving_average if average is not None):
+        averages = [average for average in optimizer._model_variables_moving_average if average is not None]
+        if any(is_owned(average) or sharded_memory.is_sharded(average) for average in averages):
             _CHANGES[callback.model](callback.model, optimizer, change_own)
         else:
             original(callback, optimizer)
@@ -171,10 +267,10 @@ def _on_owners(original: Callable[..., None], change: Callable[[Any, Any], Any])
 
 
 def refuse_updates_by_replicas() -> None:
-    """Refuse Keras' own training with slots on the device of one replica.
+    """Refuse Keras' own training of replicated weights with slots on single devices.
 
-    Keras 3.15 runs the update on every replica (`_distributed_tf_update_step` in
-    keras/src/backend/tensorflow/optimizer.py), each time with the one slot.
+    Every replica would update the same slot (`_distributed_tf_update_step` in
+    keras/src/backend/tensorflow/optimizer.py).
     """
     update = TFOptimizer._distributed_tf_update_step
     if getattr(update, _SHARDED, False):

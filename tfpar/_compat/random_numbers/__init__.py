@@ -1,1 +1,1 @@
-"""Random numbers that a model draws: their state, and draws that repeat."""
+"""Random ops of models: their state, and deterministic replacements."""

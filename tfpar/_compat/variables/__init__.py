@@ -1,1 +1,1 @@
-"""Variables of Keras and TensorFlow: their memory, names, keys and devices."""
+"""Variables of Keras and TensorFlow: memory, names, keys and devices."""

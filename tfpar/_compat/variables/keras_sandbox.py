@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_distribute
-from tfpar._compat.variables import keras_variables, tf_memory_elsewhere
+from tfpar._compat.variables import keras_variables, sharded_memory
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def sandboxed(
 
 def _value(variable: Any) -> tf.Tensor:
     """Return the value of a variable on this process' first device; zeros where another process alone has it."""
-    if tf_memory_elsewhere.is_elsewhere(variable):
+    if sharded_memory.is_remote(variable):
         return tf.zeros(variable.shape, variable.dtype)
     memory = tf_distribute.first_memory(variable)
     return memory.read_value()

@@ -1,8 +1,7 @@
-"""Memory of Keras variables: the strategy that owns it, and its re-creation elsewhere under the same Keras object.
+"""The memory of Keras variables: which strategy owns it, and how it is replaced without replacing the Keras object.
 
-Written for Keras 3.15 and TensorFlow 2.21. A `keras.Variable` has a `tf.Variable` in `_value`
-(keras/src/backend/tensorflow/core.py). Users refer to the Keras object of a weight, an optimizer or a metric, which
-stays valid when its memory is replaced.
+Written for Keras 3.15 and TensorFlow 2.21. A `keras.Variable` stores a `tf.Variable` in `_value`
+(keras/src/backend/tensorflow/core.py). References of users to the Keras object stay valid.
 """
 
 from __future__ import annotations
@@ -21,41 +20,41 @@ from tfpar._compat.variables import keras_weight_keys, sharded_memory, tf_variab
 
 
 def state(model: keras.Model) -> list[Any]:
-    """Return all Keras variables of a model's training, each once: weights, random state, optimizer, metrics.
+    """Return all variables of a model's training, without duplicates: weights, random state, optimizer, metrics.
 
-    `Layer.variables` leaves out the variables of metrics that layers hold. The metrics of a compilation are in
-    `model.metrics` once they are built; before that, Keras 3.15 has the arguments of `compile` in `_compile_metrics`.
+    `Layer.variables` omits the metrics of layers. `model.metrics` contains the compiled metrics once they are built;
+    before that, Keras 3.15 stores the arguments of `compile` in `_compile_metrics`.
     """
     held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
     compiled = versions.private(model, "_compile_metrics")
     if compiled is not None:
-        given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
-        held += [metric for metric in given if isinstance(metric, keras.Metric)]
-    groups = [model.variables, *(one.variables for one in (*model.metrics, *held, *optimizers(model)))]
+        user_metrics = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+        held += [metric for metric in user_metrics if isinstance(metric, keras.Metric)]
+    groups = [model.variables, *(owner.variables for owner in (*model.metrics, *held, *optimizers(model)))]
     return list({id(variable): variable for group in groups for variable in group}.values())
 
 
 class PenalizedScope(keras.StatelessScope):
-    """A stateless scope without values, in which regularizers read the weights, so that their gradients are computed.
+    """A stateless scope in which regularizers read the weights themselves, so that penalties have gradients.
 
-    Keras 3.15 passes the value of a weight in the scope to its regularizer, and None for a weight without a value there
-    (keras/src/layers/layer.py, `_get_regularization_losses`).
+    Keras 3.15 passes the scope's value of a weight to its regularizer, None if there is none
+    (`_get_regularization_losses` in keras/src/layers/layer.py).
     """
 
     def get_current_value(self, variable: Any) -> Any:
-        """Return the value assigned inside the scope, or else the memory of a weight that has a regularizer."""
+        """Return the value assigned inside the scope; for a regularized weight without one, its memory."""
         value = super().get_current_value(variable)
         return variable._value if value is None and variable.regularizer is not None else value
 
 
 class AssignmentScope(keras.StatelessScope):
-    """A stateless scope that notes which variables are assigned.
+    """A stateless scope that records which variables are assigned.
 
     Args:
-        mapping: Variables, each with its value.
+        mapping: Pairs of a variable and its value.
 
     Attributes:
-        assigned: Each variable by its `id`, with the name scope of its first assignment: that of a layer or a loss.
+        assigned: Assigned variables by `id`, each with the name scope of its first assignment: a layer or a loss.
     """
 
     def __init__(self, mapping: Sequence[tuple[Any, Any]] = ()) -> None:
@@ -63,39 +62,39 @@ class AssignmentScope(keras.StatelessScope):
         self.assigned: dict[int, tuple[Any, str]] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Note the variable of an update."""
+        """Record the variable of an update."""
         super().add_update(update)
         scope = tf.compat.v1.get_default_graph().get_name_scope()
         self.assigned.setdefault(id(update[0]), (update[0], scope))
 
 
 def optimizer_of(model: keras.Model) -> Any:
-    """Return the optimizer of a model, None where it is not compiled, or compiled without one (Keras 3.15)."""
+    """Return the optimizer of a model, or None if it is not compiled with one (Keras 3.15)."""
     return getattr(model, "optimizer", None)
 
 
 def optimizers(model: keras.Model) -> list[Any]:
-    """Return the optimizers of a model, several for a model with objectives, and the optimizers that they wrap."""
+    """Return the optimizers of a model, including wrapped ones; a model with objectives may have several."""
     found = [
-        one
+        optimizer
         for value in vars(model).values()
-        for one in (
+        for optimizer in (
             value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         )
-        if isinstance(one, keras.Optimizer)
+        if isinstance(optimizer, keras.Optimizer)
     ]
-    return found + [innermost(one) for one in found if innermost(one) is not one]
+    return found + [innermost(optimizer) for optimizer in found if innermost(optimizer) is not optimizer]
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Return the optimizer that another wraps, as one for scaled losses does, or else the optimizer itself."""
+    """Return the optimizer that a `LossScaleOptimizer` or another wrapper wraps, or the optimizer itself."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
-    return getattr(optimizer, "inner_optimizer", optimizer)  # a user's own may wrap one too
+    return getattr(optimizer, "inner_optimizer", optimizer)  # a custom optimizer may be a wrapper too
 
 
 def home_of(variable: Any) -> tf.distribute.Strategy | None:
-    """Return the `tf.distribute` strategy that a variable's memory belongs to, None for plain memory."""
+    """Return the `tf.distribute` strategy that owns the memory of a variable, or None."""
     return _home_of_memory(variable._value)
 
 
@@ -104,11 +103,11 @@ def _home_of_memory(memory: Any) -> tf.distribute.Strategy | None:
 
 
 def re_create(variable: Any, value: Any = None) -> None:
-    """Allocate the memory of a variable again, in the scope and on the device in force.
+    """Replace the memory of a variable, in the current scope and on the current device.
 
     Args:
-        variable: A Keras variable, perhaps without memory yet.
-        value: Its new value; None runs its deferred initializer.
+        variable: A Keras variable, allocated or not.
+        value: Its new value. None runs the deferred initializer.
     """
     keras_weight_keys.note_key(variable)
     with tf_variable_names.scope_of(variable), _watched_as_before(variable):
@@ -121,16 +120,16 @@ def re_create(variable: Any, value: Any = None) -> None:
 
 
 def note_watched(variable: Any) -> None:
-    """Note for `re_create` whether tapes watch a variable that gets its memory later."""
+    """Record for `re_create` whether tapes should watch a variable that is allocated later."""
     variable._tfpar_watched = variable._trainable
 
 
 @contextlib.contextmanager
 def _watched_as_before(variable: Any) -> Iterator[None]:
-    """Let tapes watch the new memory of a variable if they watched the old one, whether it is frozen now or not.
+    """Let tapes watch the new memory of a variable exactly if they watched the old one.
 
-    Keras 3.15 gives the memory of a weight the weight's `trainable` when the weight is created, and only then. A weight
-    that is frozen later has a gradient as soon as it is trained again.
+    Keras 3.15 copies `trainable` to the memory only when the weight is created. A weight that is frozen later must have
+    a gradient again when it is unfrozen.
     """
     trainable, memory = variable._trainable, variable._value
     watched = getattr(variable, "_tfpar_watched", trainable) if memory is None else getattr(memory, "trainable", True)
@@ -142,59 +141,59 @@ def _watched_as_before(variable: Any) -> Iterator[None]:
 
 
 def num_moves(variables: Iterable[Any]) -> int:
-    """Return how often the memory of some variables was allocated again, which makes earlier traces invalid."""
+    """Return how often the memory of some variables was replaced; each time invalidates earlier traces."""
     return sum(getattr(variable, "_tfpar_moves", 0) for variable in variables)
 
 
 def is_allocated(variable: Any) -> bool:
-    """Return whether a variable has memory; a pipeline allocates weights when their stages are known."""
+    """Return whether a variable has memory. A pipeline allocates weights when their stages are known."""
     return variable._value is not None
 
 
 def is_on(variable: Any, device: str) -> bool:
-    """Return whether the memory of a variable is on a device: `"GPU:1"` of this process, or one by its full name."""
-    of_memory = None if sharded_memory.is_divided(variable) else getattr(variable._value, "device", None)
+    """Return whether the memory of a variable is on a device, such as `"GPU:1"` or a full name."""
+    of_memory = None if sharded_memory.is_sharded(variable) else getattr(variable._value, "device", None)
     return of_memory is not None and full_name(of_memory) == full_name(device)
 
 
 def are_apart(variables: Iterable[Any]) -> bool:
-    """Return whether variables are in the memory of several devices."""
+    """Return whether variables are on different devices."""
     return len({variable._value.device for variable in variables if variable._value is not None}) > 1
 
 
 def read_here(variable: Any) -> tf.Tensor:
-    """Return the value of a variable on the current device, also where the memory of another holds it."""
+    """Return the value of a variable on the current device, whichever device holds it."""
     with tf.init_scope(), tf.device(variable._value.device):  # Keras compiles grouped convolutions
         value = variable._value.read_value()
     return tf.identity(value)
 
 
 def full_name(device: str) -> str:
-    """Return the full name of a device that is named in full, or in short as one of this process."""
+    """Return the full name of a device. A short name means a device of this process."""
     spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
     own = tf.DeviceSpec.from_string(tf_distribute.own_task())
     return str(own.make_merged_spec(spec).to_string())
 
 
 def belongs_to(model: keras.Model) -> tf.distribute.Strategy | None:
-    """Return the strategy in whose scope a model was built, or else the one that its weights belong to.
+    """Return the strategy in whose scope a model was built, or the one that owns its weights.
 
-    Keras records the scope in `_distribute_strategy`. It is None for a model that was created outside of the scope from
-    the layers of another model.
+    Keras records the scope in `_distribute_strategy`, which is None for a model that was assembled outside the scope
+    from layers of another model.
     """
     noted: tf.distribute.Strategy | None = model._distribute_strategy
     return noted or next(filter(None, map(home_of, model.variables)), None)
 
 
 def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
-    """Set the strategy of a moved model and its optimizer for Keras' own methods.
+    """Set the strategy of a moved model and its optimizers for Keras' own methods.
 
-    Keras' optimizers remember the strategy in whose scope they are created, and find a weight's slots by the weight's
-    memory (keras/src/backend/tensorflow/optimizer.py).
+    An optimizer stores the strategy in whose scope it was created, and finds slots by the memory of their weight
+    (keras/src/backend/tensorflow/optimizer.py).
 
     Args:
-        model: A model whose variables are all in place.
-        home: Their strategy; None for plain memory.
+        model: A model whose variables have been moved.
+        home: Their strategy, or None.
     """
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):
@@ -206,7 +205,7 @@ def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> Non
 
 
 def has_lost_slots(model: keras.Model) -> bool:
-    """Return whether the memory of weights was allocated again since an optimizer created their slots."""
+    """Return whether an optimizer can no longer find its slots, because weights have new memory."""
     return any(
         optimizer._var_key(weight) not in optimizer._trainable_variables_indices
         for optimizer in optimizers(model)
@@ -215,21 +214,21 @@ def has_lost_slots(model: keras.Model) -> bool:
 
 
 def find_slots(optimizer: Any) -> None:
-    """Update an optimizer's map from the memory of its weights to their slots (Keras 3.15)."""
+    """Update the map of a Keras 3.15 optimizer from the memory of its weights to their slots."""
     indices = {optimizer._var_key(weight): index for index, weight in enumerate(optimizer._trainable_variables)}
     versions.replace(optimizer, "_trainable_variables_indices", indices)
 
 
 def forget_functions(model: keras.Model) -> None:
-    """Drop the functions that Keras' own `fit`, `evaluate` and `predict` traced: which hold memory of old variables."""
+    """Drop the functions that Keras' own `fit`, `evaluate` and `predict` traced on old memory."""
     for name in ("train_function", "test_function", "predict_function"):
         versions.replace(model, name, None)
 
 
 def bare_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> list[tuple[keras.Layer, Any]]:
-    """Return the `tf.Variable`s of another strategy than `home` that layers hold as attributes, with their layers.
+    """Return the `tf.Variable` attributes of layers that do not belong to the strategy `home`, with their layers.
 
-    Keras does not track these.
+    Keras does not track them.
     """
     return [
         (layer, value)
@@ -241,10 +240,10 @@ def bare_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> l
 
 
 def convert_replicated_variables() -> None:
-    """Enable conversions of replicated variables: `float(optimizer.learning_rate)`, `int(iterations)`.
+    """Make `float(optimizer.learning_rate)` and `int(iterations)` work for replicated variables.
 
-    TensorFlow 2.21's `DistributedVariable` has `numpy`, but not the `__float__`, `__int__` and `__array__` of its other
-    variables (tensorflow/python/distribute/values.py), which Keras 3.15 calls (keras/src/backend/common/variables.py).
+    In TensorFlow 2.21 a `DistributedVariable` has `numpy`, but lacks `__float__`, `__int__` and `__array__`
+    (tensorflow/python/distribute/values.py), which Keras 3.15 calls (keras/src/backend/common/variables.py).
     """
     methods = {
         "__float__": lambda variable: float(variable.numpy()),

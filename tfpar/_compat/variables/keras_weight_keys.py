@@ -1,7 +1,7 @@
-"""Weights that an optimizer excludes from weight decay, also after their memory was allocated again.
+"""Keeps weights excluded from weight decay when their memory is replaced.
 
-`exclude_from_weight_decay(var_list=...)` of Keras 3.15 stores the key of the memory of each weight
-(keras/src/backend/tensorflow/optimizer.py). A weight without memory has none, and a moved weight has another one.
+In Keras 3.15, `exclude_from_weight_decay(var_list=...)` stores the key of each weight's memory
+(keras/src/backend/tensorflow/optimizer.py). A weight without memory has no key, and a moved weight gets a new one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OF_TFPAR = "_tfpar_keys_without_memory"
 
 
 def give_keys_without_memory() -> None:
-    """Give weights without memory a key too, from now on."""
+    """Give weights without memory a key as well, from now on."""
     original = TFOptimizer._var_key
     if getattr(original, _OF_TFPAR, False):
         return
@@ -29,20 +29,20 @@ def give_keys_without_memory() -> None:
 
 
 def note_key(variable: Any) -> None:
-    """Note the key of a variable before its memory is allocated again.
+    """Record the key of a variable before its memory is replaced.
 
     Args:
-        variable: A Keras variable, perhaps without memory.
+        variable: A Keras variable, allocated or not.
     """
     key = _key_without_memory(variable) if variable._value is None else getattr(variable._value, "_unique_id", None)
     variable._tfpar_keys = {*_former_keys(variable), key}
 
 
 def is_excluded(optimizer: Any, variable: Any) -> bool:
-    """Return whether an optimizer excludes a weight from weight decay by a key of its former memory.
+    """Return whether an optimizer excluded a weight from weight decay before its memory was replaced.
 
     Args:
-        optimizer: An optimizer, without others that it wraps.
+        optimizer: An innermost optimizer.
         variable: A Keras variable.
     """
     return not _former_keys(variable).isdisjoint(getattr(optimizer, "_exclude_from_weight_decay", ()))

@@ -1,7 +1,4 @@
-"""Weights that are created later, or on another device.
-
-All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
-"""
+"""Deferred allocation and placement of weights. Private API of Keras 3.15 and TensorFlow 2.21."""
 
 from __future__ import annotations
 
@@ -16,20 +13,19 @@ from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfpar._compat import versions
-from tfpar._compat.variables import keras_variables, keras_weight_keys, tf_variable_names
+from tfpar._compat.variables import keras_variables, keras_weight_keys, sharded_memory, tf_variable_names
 
 _deferring = False
 
 
 @contextlib.contextmanager
 def deferred_weights() -> Iterator[None]:
-    """Create weights of layers without memory inside this context; `place` allocates it.
+    """Defer the allocation of layer weights inside this context until `place` is called.
 
-    Keras 3.15 allocates a weight where its layer is built, and a model is built before anybody knows which layer runs
-    where: one larger than its first device could not be built at all. A weight without memory reads as its initial
-    value (Keras' own rule for variables of a stateless scope); one that is assigned or optimized gets memory on the
-    host, and so does one whose initializer gives other values each time. Keras' own training, as in a model function
-    that trains a part of its model first, reads and updates memory: it gets the memory on the host before.
+    Keras 3.15 allocates a weight when its layer is built, before layers are assigned to devices, so a model larger than
+    the first device could not be built. A weight without memory reads as its initial value, like Keras' variables in a
+    stateless scope. A weight is allocated on the host earlier if it is assigned or optimized, if its initializer is not
+    reproducible, or if the model function calls `fit` or `train_on_batch`.
     """
     global _deferring
     if _deferring:  # inside of a scope of the user
@@ -115,7 +111,7 @@ def deferred_weights() -> Iterator[None]:
 
 
 def _is_pure(initializer: Any) -> bool:
-    """Return whether an initializer gives the same values at every call: Keras' own, except with a generator."""
+    """Return whether an initializer is reproducible: one of Keras' own, without a seed generator."""
     known = isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
         "keras."
     )
@@ -123,14 +119,14 @@ def _is_pure(initializer: Any) -> bool:
 
 
 def place(variable: Any, device: str) -> bool:
-    """Place a variable on a device: allocate it there, or move it.
+    """Allocate a variable on a device, or move it there.
 
     Args:
         variable: A Keras variable.
         device: Such as `"GPU:1"`.
 
     Returns:
-        Whether it was elsewhere, or nowhere, before.
+        False if the variable was on the device already.
     """
     if keras_variables.is_on(variable, device):
         return False
@@ -140,10 +136,21 @@ def place(variable: Any, device: str) -> bool:
     return True
 
 
-def place_rest(model: keras.Model) -> None:
-    """Place weights that have no memory yet, such as those of layers that only `compute_loss` calls.
+def place_as(variable: Any, weight: Any) -> None:
+    """Place a variable on the device of a weight, and shard it like the weight if it has the same shape.
 
-    They are placed on the device of the model's last placed weight.
+    Args:
+        variable: A Keras variable, such as an optimizer slot.
+        weight: An allocated Keras variable.
+    """
+    if sharded_memory.is_sharded(weight) and variable.shape == weight.shape:
+        sharded_memory.place_shards(variable, *weight._value.layout)
+    else:
+        place(variable, weight._value.device)
+
+
+def place_rest(model: keras.Model) -> None:
+    """Place the remaining weights on the device of the last placed one: those of layers that only `compute_loss` calls.
 
     Args:
         model: A model whose other weights are placed.

@@ -1,8 +1,8 @@
-"""Scalars that a graph computes once, however often Python computes them.
+"""Common subexpression elimination for scalars while a graph is built.
 
-Written for TensorFlow 2.21, which creates an operation for each call. Adam of Keras has 42 for each weight, of which 19
-compute scalars that all weights share: constants, the step, the powers of beta, the rate. They make up a quarter of the
-operations of a transformer's training step.
+TensorFlow 2.21 creates an operation for each call. Keras' Adam creates 42 per weight; 19 of them compute scalars that
+are the same for all weights: constants, the step, powers of beta, the learning rate. They make up a quarter of the
+operations in a training step of a transformer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
 
 class SharedScalars:
-    """The scalars of a graph that operations of some contexts share.
+    """Scalars of a graph, shared between contexts.
 
-    Shares stateless operations whose inputs are all scalars, scalar constants, and reads of a scalar variable that no
-    operation in these contexts has changed since. The values are those of operations of their own, bit for bit. Shares
-    nothing while a `tf.GradientTape` records, which would add up the gradients of all uses.
+    Shared are scalar constants, stateless operations on scalars, and reads of a scalar variable that has not changed
+    since the last read. All values stay bitwise the same. Nothing is shared while a `tf.GradientTape` records, since it
+    would add up the gradients of all uses.
 
     Example:
         >>> @tf.function
@@ -44,10 +44,10 @@ class SharedScalars:
 
     @contextlib.contextmanager
     def shared(self, place: str = "") -> Iterator[None]:
-        """Share scalars with the other contexts of the same graph and place.
+        """Share scalars with other contexts of the same graph and place.
 
         Args:
-            place: The device that the scalars serve. TensorFlow places a constant on the device of its only reader.
+            place: The device that reads the scalars. TensorFlow places a constant with its only reader.
         """
         if tf.executing_eagerly():
             yield
@@ -73,7 +73,7 @@ class SharedScalars:
             yield
 
     def _key(self, graph: Any, place: str, op_type: str, inputs: Any, attrs: Any) -> Any:
-        """Return what an operation on scalars is known by; None for another operation."""
+        """Return the cache key of an operation, or None if it cannot be shared."""
         if record.could_possibly_record():
             return None
         if op_type == "Const":
@@ -87,22 +87,22 @@ class SharedScalars:
         devices = _devices(graph)
         if devices is None:
             return None
-        given = tuple(sorted((name, value.SerializeToString()) for name, value in (attrs or {}).items()))
-        read = tuple((id(one), self._writes.get(id(one), 0)) for one in inputs)
+        attributes = tuple(sorted((name, value.SerializeToString()) for name, value in (attrs or {}).items()))
+        read = tuple((id(tensor), self._writes.get(id(tensor), 0)) for tensor in inputs)
         after = frozenset(map(id, graph._current_control_dependencies()))
         overridden = tuple(graph._gradient_override_map.items())
-        return id(graph), place, devices, after, op_type, read, given, overridden
+        return id(graph), place, devices, after, op_type, read, attributes, overridden
 
     def _note_writes(self, inputs: Any) -> None:
-        """Note that an operation may have changed the variables whose handles it takes."""
-        for one in inputs:
-            if one.dtype != tf.resource:
+        """Record that an operation may change the variables whose handles it takes."""
+        for tensor in inputs:
+            if tensor.dtype != tf.resource:
                 continue
-            if isinstance(one, tf.__internal__.EagerTensor):  # a graph knows a variable by a tensor of its own
+            if isinstance(tensor, tf.__internal__.EagerTensor):  # a graph knows a variable by a tensor of its own
                 self._found.clear()
             else:
-                self._writes[id(one)] = self._writes.get(id(one), 0) + 1
-                self._held.append(one)
+                self._writes[id(tensor)] = self._writes.get(id(tensor), 0) + 1
+                self._held.append(tensor)
 
 
 def _is_stateless(op_type: str) -> bool:
@@ -125,8 +125,8 @@ def _is_scalar_variable(handle: Any) -> bool:
 
 
 def _devices(graph: Any) -> tuple[Any, ...] | None:
-    """Return the devices that new operations request, names or functions; None where they are colocated."""
-    if any(one is not None for one in graph._colocation_stack.peek_objs()):
+    """Return the device names and functions of the current scopes, or None inside a colocation scope."""
+    if any(scope is not None for scope in graph._colocation_stack.peek_objs()):
         return None
     specs = graph._device_function_stack.peek_objs()
-    return tuple(one.display_name if one.fast_string_merge else one.function for one in specs)
+    return tuple(spec.display_name if spec.fast_string_merge else spec.function for spec in specs)

@@ -1,4 +1,4 @@
-"""Assignments of `tf.Variable` objects in eager code. Written for TensorFlow 2.21."""
+"""Detects assignments to `tf.Variable` objects in eager code. Written for TensorFlow 2.21."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _METHODS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", 
 
 @contextlib.contextmanager
 def assignments_noted(note: Callable[[str], None]) -> Iterator[None]:
-    """Call a function with the name of each `tf.Variable` that this thread assigns here, which keeps its value."""
+    """Pass the name of each `tf.Variable` that this thread assigns in this context to `note`; skip the assignment."""
     thread = threading.get_ident()
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:

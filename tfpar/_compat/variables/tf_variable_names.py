@@ -1,7 +1,7 @@
-"""The name of a weight's `tf.Variable`, the same wherever and whenever its memory is allocated.
+"""Gives a weight's `tf.Variable` the same name wherever and whenever it is allocated.
 
-Keras 3.15 names the `tf.Variable` of a weight by TensorFlow's name scope at its creation, `sequential/dense/bias:0`,
-where the Keras variable is `bias` (keras/src/backend/tensorflow/core.py). Optimizers of users read that name.
+In Keras 3.15 the name of the `tf.Variable` starts with the name scope at its creation: `sequential/dense/bias:0` for
+the Keras variable `bias` (keras/src/backend/tensorflow/core.py). Custom optimizers read that name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCOPE = "_tfpar_name_scope"
 
 
 def note_scope(variable: Any) -> None:
-    """Note the name scope in force as that of a variable whose memory is allocated later.
+    """Record the current name scope for a variable that is allocated later.
 
     Args:
         variable: A Keras variable.
@@ -31,10 +31,10 @@ def note_scope(variable: Any) -> None:
 
 @contextlib.contextmanager
 def as_without_outer_scope() -> Iterator[None]:
-    """Name the weights that a stateless scope creates inside this context as those that are created outside of it.
+    """Name weights created in a stateless scope inside this context as if the scope did not exist.
 
-    On one device Keras builds a model where the step is traced, in no stateless scope, and allocates a weight at once,
-    or at the end of the stateless scope in which the layer around it traces its call.
+    On one device Keras builds the model while the step is traced, outside of any stateless scope. It allocates a weight
+    at once, or at the end of the stateless scope in which the enclosing layer traces its call.
     """
 
     def register(variable: Any) -> None:
@@ -64,10 +64,10 @@ def as_without_outer_scope() -> Iterator[None]:
 
 
 def scope_of(variable: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return the name scope that gives the memory of a variable the name that Keras gave it, or would have given it.
+    """Return the name scope in which new memory of a variable gets its original name.
 
     Args:
-        variable: A Keras variable, perhaps without memory.
+        variable: A Keras variable, allocated or not.
     """
     name = getattr(getattr(variable, "_value", None), "name", None)
     scope = getattr(variable, _SCOPE, None) if name is None else name.rpartition("/")[0]

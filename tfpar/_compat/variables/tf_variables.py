@@ -1,7 +1,6 @@
-"""Variables outside of the scope of any `tf.distribute` strategy.
+"""Variables that no `tf.distribute` strategy replicates.
 
-Written for TensorFlow 2.21, where each `tf.Variable` that is created in the scope of a strategy becomes one variable on
-each of its replicas.
+Written for TensorFlow 2.21, which replicates every `tf.Variable` that is created in the scope of a strategy.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from tensorflow.python.eager import context
 
 
 def anonymous_handle(dtype: tf.DType, shape: Sequence[int | None] = ()) -> tf.Tensor:
-    """Return the handle of a new variable on the device of the scope.
+    """Return the handle of a new variable on the current device.
 
-    TensorFlow names an anonymous variable itself, and frees it with the last tensor and function that hold its handle
-    (`MakeRefCountedHandle` in tensorflow/core/framework/resource_mgr.h). A finalizer in Python could run while a graph
-    is built, and wait for the lock of that graph without end.
+    TensorFlow frees an anonymous variable with the last tensor or function that holds its handle
+    (`MakeRefCountedHandle` in tensorflow/core/framework/resource_mgr.h). A Python finalizer could run while a graph is
+    built, and deadlock on the lock of that graph.
 
     Args:
-        dtype: The type of its value.
-        shape: The shape of its value; that of a scalar by default.
+        dtype: The dtype of the variable.
+        shape: The shape of the variable. Defaults to a scalar.
     """
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=context.anonymous_name())

@@ -1,1 +1,1 @@
-"""The GPUs of a host: which a process sees, their memory, and who uses them."""
+"""The GPUs of a host: which are visible, their free memory, and how Slurm tasks share them."""

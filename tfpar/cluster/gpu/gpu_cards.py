@@ -1,4 +1,4 @@
-"""The physical GPUs of TensorFlow's devices: logical devices and workers can share one."""
+"""The physical GPU (card) behind each TensorFlow device; several logical devices or workers can share one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tfpar.cluster.gpu import gpus, slurm_gpus
 
 
 def cards_of_gpus() -> list[int]:
-    """Return the number of the physical GPU of each logical one, without starting TensorFlow.
+    """Return the index of the physical GPU of each logical GPU, without starting TensorFlow.
 
     Returns:
-        In the order of `GPU:0`, `GPU:1` and so on: indices into TensorFlow's list of physical GPUs.
+        Indices into TensorFlow's list of physical GPUs, in the order `GPU:0`, `GPU:1` and so on.
     """
     import tensorflow as tf
 
@@ -27,26 +27,26 @@ def cards_of_gpus() -> list[int]:
 
 
 def take_share_of_slurm_task() -> None:
-    """Make the GPUs of the other tasks of a Slurm job step on this node invisible; call it before TensorFlow starts.
+    """Hide the GPUs of the other Slurm tasks on this node; call it before TensorFlow starts.
 
-    GPUs that Slurm has bound to this task, and a choice that the user has made with `tf.config`, stay.
+    It does nothing if Slurm has bound GPUs to this task, or the user has chosen GPUs with `tf.config`.
     """
     import tensorflow as tf
 
-    found = tf.config.get_visible_devices("GPU")
-    share = slurm_gpus.share(os.environ, len(found))
-    if share is not None and len(found) == len(tf.config.list_physical_devices("GPU")):
-        tf.config.set_visible_devices([found[index] for index in share], "GPU")
+    visible = tf.config.get_visible_devices("GPU")
+    share = slurm_gpus.share(os.environ, len(visible))
+    if share is not None and len(visible) == len(tf.config.list_physical_devices("GPU")):
+        tf.config.set_visible_devices([visible[index] for index in share], "GPU")
 
 
 def card_numbers(devices: Sequence[str]) -> list[int]:
-    """Return a number for each device that only devices on the same physical GPU share, on any machine.
+    """Return a number for each device that identifies its physical GPU across all machines.
 
     Args:
         devices: Short names such as `"GPU:0"`.
 
     Returns:
-        One number of 63 bits for each device; 0 for a CPU.
+        A 63-bit number per device, equal only for devices on the same card; 0 for a CPU.
 
     Example:
         >>> card_numbers(["CPU:0"])

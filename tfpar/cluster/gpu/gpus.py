@@ -1,4 +1,4 @@
-"""The GPUs that a process may use, found without TensorFlow, which would take memory on each of them."""
+"""The GPUs visible to a process, listed without TensorFlow, which would allocate memory on each of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tfpar.messages.received import excerpt, quoted
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
-BY_BUS = "PCI_BUS_ID"  # the order of nvidia-smi; CUDA's default is the fastest first
+BY_BUS = "PCI_BUS_ID"  # the order of nvidia-smi; by default, CUDA puts the fastest first
 ROOT = Path("/")
-# Without the persistence mode of the driver, nvidia-smi starts each GPU first, which takes a second or two.
+# Without the driver's persistence mode, nvidia-smi first starts each GPU, which takes a second or two.
 TIME_LIMIT_SECONDS = 30.0
 _QUERY = ("--query-gpu=index,uuid,memory.used,memory.total", "--format=csv")
 _ROW = re.compile(r"([0-9]{1,4}), (GPU-[0-9a-fA-F-]{1,64}), ([^,]*), ([^,]*)")
@@ -31,9 +31,9 @@ class Gpu:
 
     Attributes:
         name: Its name in CUDA_VISIBLE_DEVICES: a number, or a UUID that begins with `GPU-` or `MIG-`.
-        uuid: Its UUID, if it is known.
-        used_mib: Memory in use by all processes, in MiB, if it is known.
-        total_mib: All of its memory, in MiB, if it is known.
+        uuid: Its UUID, if known.
+        used_mib: Memory used by all processes in MiB, if known.
+        total_mib: Total memory in MiB, if known.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The GPUs that a process may use.
+class VisibleGpus:
+    """The GPUs visible to a process.
 
     Attributes:
-        gpus: The GPUs in the order of CUDA_VISIBLE_DEVICES, or else of their numbers.
-        is_users: Whether the user's own CUDA_VISIBLE_DEVICES names them.
-        problem: Why nvidia-smi gave no answer, as a clause; empty if it did, or is not installed.
+        gpus: The GPUs, in the order of CUDA_VISIBLE_DEVICES if it is set.
+        is_users: Whether CUDA_VISIBLE_DEVICES selects them.
+        problem: Why nvidia-smi failed, as a clause; empty if it succeeded or is not installed.
     """
 
     gpus: tuple[Gpu, ...]
@@ -57,40 +57,40 @@ class Found:
     problem: str = ""
 
 
-def find(environment: Mapping[str, str]) -> Found:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names, or else those of nvidia-smi, or else those of the driver.
+def find(environment: Mapping[str, str]) -> VisibleGpus:
+    """Return the GPUs listed by CUDA_VISIBLE_DEVICES, or by nvidia-smi, or by the driver.
 
     Args:
-        environment: The variables of this process, as `os.environ`.
+        environment: Environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: If CUDA_VISIBLE_DEVICES is invalid, or names a GPU that does not exist.
+        ValueError: If CUDA_VISIBLE_DEVICES is invalid, or lists a GPU that does not exist.
 
     Example:
         >>> find({"CUDA_VISIBLE_DEVICES": "-1"})  # hides all GPUs
-        Found(gpus=(), is_users=True, problem='')
+        VisibleGpus(gpus=(), is_users=True, problem='')
     """
     named = named_in(environment)
     if named == ():
-        return Found((), is_users=True)
-    rows, problem = _asked(environment)
+        return VisibleGpus((), is_users=True)
+    rows, problem = _query_nvidia_smi(environment)
     if named is not None and not rows and not _has_driver(ROOT):
-        return Found(())  # the variable is set on a machine without GPUs
+        return VisibleGpus(())  # the variable is set on a machine without GPUs
     if named is not None:
-        return Found(_known(named, rows, environment), True, problem)
-    return Found(_of_driver(ROOT) if rows is None else rows, False, problem)
+        return VisibleGpus(_with_facts(named, rows, environment), True, problem)
+    return VisibleGpus(_driver_gpus(ROOT) if rows is None else rows, False, problem)
 
 
 def named_in(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the names in CUDA_VISIBLE_DEVICES; None if it is not set.
 
-    As in CUDA, a negative number or an empty entry ends the list. Slurm writes "NoDevFiles" for no GPU.
+    As in CUDA, a negative number or an empty entry ends the list. Slurm sets "NoDevFiles" for no GPU.
 
     Args:
-        environment: The variables of this process.
+        environment: Environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: If an entry is neither a number nor a UUID, or occurs twice.
+        ValueError: If an entry is neither a number nor a UUID, or is repeated.
 
     Example:
         >>> named_in({"CUDA_VISIBLE_DEVICES": "2,GPU-8f3c1a2e,-1,3"})
@@ -99,7 +99,7 @@ def named_in(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     text = environment.get(VARIABLE)
     if text is None or text.strip() == "NoDevFiles":
         return None if text is None else ()
-    names: dict[str, None] = {}  # in their order
+    names: dict[str, None] = {}  # an ordered set
     for name in (entry.strip() for entry in text.split(",")):
         if name == "" or re.fullmatch("-[0-9]+", name):
             break
@@ -113,7 +113,7 @@ def named_in(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def parse(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs of the output of nvidia-smi; lines of another form are skipped.
+    """Parse the output of nvidia-smi; other lines are skipped.
 
     Args:
         text: The output of `nvidia-smi --query-gpu=index,uuid,memory.used,memory.total --format=csv`.
@@ -129,22 +129,22 @@ def parse(text: str) -> tuple[Gpu, ...]:
 
 
 def identities(environment: Mapping[str, str]) -> list[str]:
-    """Return a text for each visible GPU that no other GPU of any machine has, as far as the UUIDs are known.
+    """Return an identifier for each visible GPU, unique across machines.
 
     Args:
-        environment: The variables of this process.
+        environment: Environment variables, such as `os.environ`.
 
     Returns:
-        In the order of CUDA; the host's name and a number where the UUID is not known. Empty if CUDA_VISIBLE_DEVICES
-        is invalid.
+        UUIDs in CUDA's order, or host name and number where the UUID is unknown. Empty if CUDA_VISIBLE_DEVICES is
+        invalid.
     """
     with contextlib.suppress(ValueError):
         return [gpu.uuid or f"{os.uname().nodename}/{gpu.name}" for gpu in find(environment).gpus]
     return []
 
 
-def _asked(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...] | None, str]:
-    """Return the answer of nvidia-smi, None without one, and the reason if it is installed."""
+def _query_nvidia_smi(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...] | None, str]:
+    """Return the GPUs listed by nvidia-smi, or None and why it failed (empty if it is not installed)."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return None, ""
@@ -157,7 +157,7 @@ def _asked(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...] | None, str]
     try:
         text = process.communicate(timeout=TIME_LIMIT_SECONDS)[0].decode(errors="replace")
     except subprocess.TimeoutExpired:
-        # A process that waits within a broken driver does not even end by SIGKILL: it is not waited for.
+        # A process that hangs in a broken driver survives SIGKILL: do not wait for it.
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
@@ -170,8 +170,8 @@ def _asked(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...] | None, str]
     return parse(text), ""
 
 
-def _known(names: Sequence[str], rows: Sequence[Gpu] | None, environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return GPUs that the user has named, with what nvidia-smi says about each."""
+def _with_facts(names: Sequence[str], rows: Sequence[Gpu] | None, environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the named GPUs, with their facts from nvidia-smi."""
     if not rows:
         return tuple(Gpu(name) for name in names)
     if wrong := [name for name in names if name.isdigit() and int(name) >= len(rows)]:
@@ -179,26 +179,26 @@ def _known(names: Sequence[str], rows: Sequence[Gpu] | None, environment: Mappin
             f"{VARIABLE} must name GPUs of this machine, received {quoted(environment[VARIABLE])}: nvidia-smi lists "
             f"{len(rows)}, numbered from 0, and no GPU {wrong[0]}. Correct it, or unset it to use all GPUs."
         )
-    # CUDA numbers the fastest first, which is another order than that of nvidia-smi if the GPUs differ.
+    # CUDA numbers the fastest first: if the GPUs differ, its order is not that of nvidia-smi.
     is_same_order = environment.get(ORDER) == BY_BUS or len({row.total_mib for row in rows}) == 1
-    return tuple(_one(name, rows, is_same_order) for name in names)
+    return tuple(_gpu_with_facts(name, rows, is_same_order) for name in names)
 
 
-def _one(name: str, rows: Sequence[Gpu], is_same_order: bool) -> Gpu:
+def _gpu_with_facts(name: str, rows: Sequence[Gpu], is_same_order: bool) -> Gpu:
     if name.isdigit():
-        found = rows[int(name)] if is_same_order else None
-    else:  # CUDA accepts the beginning of a UUID
-        found = next((row for row in rows if (row.uuid or "").startswith(name)), None)
-    return Gpu(name) if found is None else dataclasses.replace(found, name=name)
+        gpu = rows[int(name)] if is_same_order else None
+    else:  # CUDA accepts a prefix of a UUID
+        gpu = next((row for row in rows if (row.uuid or "").startswith(name)), None)
+    return Gpu(name) if gpu is None else dataclasses.replace(gpu, name=name)
 
 
 def _has_driver(root: Path) -> bool:
-    """Return whether NVIDIA's driver has devices here: on Linux, or within Windows."""
+    """Return whether NVIDIA's driver has devices here, on Linux or in WSL."""
     return any((root / name).exists() for name in ("proc/driver/nvidia", "dev/nvidiactl", "dev/dxg"))
 
 
-def _of_driver(root: Path) -> tuple[Gpu, ...]:
-    """Return the GPUs in the driver's folder, which has one entry for each, named by its PCI bus."""
+def _driver_gpus(root: Path) -> tuple[Gpu, ...]:
+    """Return the GPUs in the driver's folder, which has an entry per GPU, named by PCI bus."""
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     return tuple(Gpu(str(index), _uuid(folder)) for index, folder in enumerate(folders))
 

@@ -1,6 +1,6 @@
-"""The GPUs of a task of a Slurm job step: its own already, or all those of the step on its node, to be divided.
+"""The GPUs of a Slurm task: either bound to it by Slurm, or shared by the tasks of its node and divided here.
 
-srun --gpus-per-task=2     each task sees its two: keep them
+srun --gpus-per-task=2     each task sees its own two: keep them
 srun --gpus-per-node=4     each of two tasks sees all four: task 0 takes the first two, task 1 the others
 """
 
@@ -13,13 +13,14 @@ from tfpar.cluster import slurm
 
 
 def share(environment: Mapping[str, str], num_visible: int) -> range | None:
-    """Return the GPUs of this task among those that it sees; None if it keeps all.
+    """Return the indices of this task's GPUs among the visible ones; None to keep all.
 
-    A task keeps all if it is the only one of its node, if Slurm has bound GPUs to it, or if there are fewer than tasks.
+    A task keeps all GPUs if it is alone on its node, if Slurm has bound GPUs to it, if there are fewer GPUs than tasks,
+    or if TF_CONFIG is set: then whatever set it divides the GPUs.
 
     Args:
-        environment: The variables of this process. With TF_CONFIG the GPUs are divided by whoever set it.
-        num_visible: The number of GPUs that this process sees.
+        environment: Environment variables, such as `os.environ`.
+        num_visible: Number of GPUs visible to this process.
 
     Raises:
         ValueError: If a variable of Slurm is missing or invalid.
@@ -43,18 +44,18 @@ def share(environment: Mapping[str, str], num_visible: int) -> range | None:
 
 def _is_bound(environment: Mapping[str, str], num_visible: int) -> bool:
     """Return whether Slurm has given this task GPUs of its own."""
-    # Slurm 22.05 gives a task "gpu:per_task:2", "gpu:single:1" or "gpu:none" in the first one.
+    # Slurm 22.05 sets the first to "gpu:per_task:2", "gpu:single:1" or "gpu:none".
     for name in ("SLURMD_TRES_BIND", "SLURM_GPU_BIND"):
         if environment.get(name, "none").removeprefix("gpu:").rpartition(",")[2] != "none":  # after "verbose,"
             return True
-    # Since 21.08 Slurm binds --gpus-per-task; before, each task saw those of all tasks.
-    of_task = _count(environment, "SLURM_GPUS_PER_TASK") or _count(environment, "SLURM_TRES_PER_TASK")
-    return num_visible <= of_task or num_visible < _count(environment, "SLURM_GPUS_ON_NODE")
+    # Slurm binds --gpus-per-task since 21.08; before, each task saw the GPUs of all tasks.
+    per_task = _count(environment, "SLURM_GPUS_PER_TASK") or _count(environment, "SLURM_TRES_PER_TASK")
+    return num_visible <= per_task or num_visible < _count(environment, "SLURM_GPUS_ON_NODE")
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
-    """Return the number of GPUs in "4", "a100:4", "gres/gpu:a100:4" or "4(S:0-1)"; 0 if there is none."""
+    """Return the number of GPUs in texts such as "4", "a100:4", "gres/gpu:a100:4" and "4(S:0-1)", or 0."""
     parts = environment.get(name, "").split(",")  # such as "cpu=4,gres/gpu:2"
     text = next((part for part in parts if "gpu" in part or not {"/", "="} & set(part)), "")
-    found = re.search(r"(?:^|[:=])([0-9]{1,4})(?:\(.*\))?$", text)
-    return int(found[1]) if found else 0
+    match = re.search(r"(?:^|[:=])([0-9]{1,4})(?:\(.*\))?$", text)
+    return int(match[1]) if match else 0

@@ -1,19 +1,19 @@
-"""The rendezvous of the workers of a job before TensorFlow starts, with an error that names the missing workers.
+"""The rendezvous of all workers before TensorFlow starts, which names the missing workers in its error.
 
     worker 1   connect ── challenge ── rank, proof ──┐               ┌── proof, "" ── all start TensorFlow
     worker 2   connect ── challenge ── rank, proof ──┤ chief listens ┤
                                                      └ form_seconds ─┴── proof, missing ── all raise the same error
 
-TensorFlow 2.21 cannot do this: its chief waits without a time limit for a missing worker, holding Python's lock, so
-that Ctrl-C and SIGTERM have no effect; its workers fail about 20 seconds late. The chief listens on the port that
-TensorFlow uses afterwards, so no other port need be open.
+TensorFlow 2.21 cannot do this: its chief waits for missing workers without a time limit and holds the GIL, so that
+Ctrl-C and SIGTERM have no effect; its workers fail about 20 seconds late. The chief listens on the port that TensorFlow
+uses afterwards, so no other port needs to be open.
 
-Both sides prove that they have the job secret (`job_secret`), by an HMAC over the random challenges of both: without
-it a program can neither take a worker's place nor answer for the chief. On a hostile network, connections that send
-nothing, or anything else, cost the chief at most a bounded number of open connections.
+Both sides prove that they know the job secret (`job_secret`) with an HMAC over both random challenges: without it, a
+program can neither impersonate a worker nor the chief. On a hostile network, other connections cost the chief at most a
+bounded number of open sockets.
 
-    connect    called by every worker
-    messages   the lines sent, and their proofs
+    connect    entry point, called by every worker
+    messages   the protocol and its proofs
     chief      one poll over all connections
     worker     connects until the chief answers
 """

@@ -1,4 +1,4 @@
-"""The chief's side of the rendezvous: one poll over a bounded number of connections, each with a deadline."""
+"""The chief's side of the rendezvous: one poll over a bounded number of connections with deadlines."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tfpar.cluster.rendezvous import messages
 from tfpar.cluster.rendezvous.messages import Keep
 from tfpar.cluster.tf_config import JobConfig, split_address
 
-_HELLO_SECONDS = 5.0  # from the connection to the worker's line
-_MOST_STRANGERS = 128  # connections without a proof yet
-_PAUSE_SECONDS = 0.1  # when there is no file descriptor for another connection
+_HELLO_SECONDS = 5.0  # from the connection to the worker's hello
+_MOST_STRANGERS = 128  # unauthenticated connections
+_PAUSE_SECONDS = 0.1  # when file descriptors are exhausted
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connection:
-    """A connection to the chief; it is a stranger's until its proof.
+    """A connection to the chief, of a stranger until it is authenticated.
 
     Args:
         socket_: The non-blocking socket.
-        host: The address of the other side.
+        host: The address of the peer.
     """
 
     def __init__(self, socket_: socket.socket, host: str) -> None:
@@ -33,20 +33,20 @@ class Connection:
         self.challenge = messages.new_challenge()
         self.ends_seconds = time.monotonic() + _HELLO_SECONDS
         self.line = b""
-        # Of a worker, after its proof.
+        # Set once the worker is authenticated.
         self.rank: int | None = None
         self.challenges: messages.Challenges | None = None
         self.strategy = ""
 
 
 class Rendezvous:
-    """All connections to the chief until the workers are complete.
+    """The connections to the chief until all workers are present.
 
     Args:
-        job: The job, of which this process is the chief.
+        job: The job whose chief this process is.
         secret: The job secret.
         listeners: Listening sockets.
-        strategy: The strategy that the chief creates.
+        strategy: The name of the chief's strategy.
     """
 
     def __init__(self, job: JobConfig, secret: bytes, listeners: list[socket.socket], strategy: str) -> None:
@@ -58,14 +58,11 @@ class Rendezvous:
         self._selector = selectors.PollSelector()
 
     def run(self, seconds: float, keep: Keep | None = None) -> messages.Outcome:
-        """Wait for all workers, answer those that are connected, and close every connection that is not kept.
+        """Wait for all workers, answer the connected ones, and close every connection that is not kept.
 
         Args:
-            seconds: The time limit.
-            keep: Takes the connections to the workers, if none is missing or differs.
-
-        Returns:
-            The addresses of the missing workers, a worker with another strategy, and a remark for the error.
+            seconds: Time limit.
+            keep: Receives the connections to the workers, if all are present with the same strategy.
         """
         ends_seconds = time.monotonic() + seconds
         try:
@@ -73,7 +70,8 @@ class Rendezvous:
                 self._listen()
                 for key, _ in self._selector.select(self._next_deadline(ends_seconds) - time.monotonic()):
                     self._accept(key.fileobj) if key.data is None else self._read(key.data)
-                for stranger in [one for one in self._strangers if one.ends_seconds <= time.monotonic()]:
+                now = time.monotonic()
+                for stranger in [stranger for stranger in self._strangers if stranger.ends_seconds <= now]:
                     self._drop(stranger)
             missing = [
                 address for rank, address in enumerate(self._job.addresses) if rank and rank not in self._workers
@@ -92,7 +90,7 @@ class Rendezvous:
                 connection.socket.close()
 
     def _listen(self) -> None:
-        """Listen, except in the pause after the file descriptors were exhausted."""
+        """Accept connections, except during the pause after file descriptors were exhausted."""
         is_time = time.monotonic() >= self._accepts_from_seconds
         for listener in self._listeners:
             is_registered = listener in self._selector.get_map()
@@ -140,15 +138,15 @@ class Rendezvous:
             self._check_proof(connection)
 
     def _check_proof(self, stranger: Connection) -> None:
-        """Admit a stranger with a valid proof as a worker; it replaces an earlier connection of the same rank."""
-        found = messages.read_hello(stranger.line, stranger.challenge, self._job.num_workers, self._secret)
-        if found is None:
+        """Admit a stranger with a valid proof as a worker, in place of an earlier connection of its rank."""
+        hello = messages.read_hello(stranger.line, stranger.challenge, self._job.num_workers, self._secret)
+        if hello is None:
             self._num_refused, self._last_refused = self._num_refused + 1, stranger.host
             with contextlib.suppress(OSError):
                 stranger.socket.send(messages.REFUSED)
             self._drop(stranger)
             return
-        stranger.rank, stranger.challenges, stranger.strategy = found
+        stranger.rank, stranger.challenges, stranger.strategy = hello
         self._strangers.remove(stranger)
         if stranger.rank in self._workers:
             self._drop(self._workers[stranger.rank])  # the worker was restarted
@@ -163,7 +161,7 @@ class Rendezvous:
             del self._workers[connection.rank]
 
     def _drop_a_stranger(self) -> bool:
-        """Drop the oldest stranger of the host with the most strangers; return whether there was one."""
+        """Drop the oldest stranger from the host with the most strangers; return False if there are none."""
         if not self._strangers:
             return False
         ((host, _),) = collections.Counter(stranger.host for stranger in self._strangers).most_common(1)
@@ -171,7 +169,7 @@ class Rendezvous:
         return True
 
     def _difference(self) -> messages.Difference | None:
-        """Return the first worker whose strategy is not that of the chief."""
+        """Return the first worker whose strategy differs from the chief's."""
         for rank, worker in sorted(self._workers.items()):
             if worker.strategy != self._strategy:
                 return messages.Difference(rank, worker.strategy, self._strategy)
@@ -189,34 +187,29 @@ class Rendezvous:
 def gather(
     job: JobConfig, seconds: float, secret: bytes, keep: Keep | None = None, strategy: str = ""
 ) -> messages.Outcome:
-    """Wait as the chief for all workers, and send the missing addresses to those that are connected.
+    """Wait for all workers as the chief, and send the outcome to the connected ones.
 
     Args:
         job: The job.
-        seconds: The time limit.
+        seconds: Time limit.
         secret: The job secret.
-        keep: Takes the non-blocking connections to all workers; None closes them.
-        strategy: The strategy that this process creates.
-
-    Returns:
-        The addresses of the missing workers, a worker with another strategy, and a remark for the error.
+        keep: Receives the non-blocking connections to the workers; None closes them.
+        strategy: The name of this process's strategy.
 
     Raises:
         OSError: If the port is taken.
     """
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(one) for one in listening(job)]
+        listeners = [stack.enter_context(listener) for listener in listening(job)]
         return Rendezvous(job, secret, listeners, strategy).run(seconds, keep)
 
 
 def listening(job: JobConfig, rank: int = 0) -> list[socket.socket]:
-    """Return sockets that listen on the port of a worker: on the loopback for a local job, else on all addresses.
-
-    TensorFlow later listens on all IPv6 and IPv4 addresses of the machine too.
+    """Listen on the port of a worker: on the loopback for a local job, else on all addresses, as TensorFlow does later.
 
     Args:
         job: The job.
-        rank: The rank of the worker on this machine; the chief by default.
+        rank: The rank of this worker. Defaults to the chief.
 
     Raises:
         OSError: If the port is taken.
@@ -224,8 +217,8 @@ def listening(job: JobConfig, rank: int = 0) -> list[socket.socket]:
     host, port = split_address(job.addresses[rank])
     binds = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]
     if job.is_on_loopback:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        binds = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
+        rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        binds = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in rows))
     listeners: list[socket.socket] = []
     problem: OSError | None = None
     for family, address in binds:
@@ -233,9 +226,9 @@ def listening(job: JobConfig, rank: int = 0) -> list[socket.socket]:
             listener = socket.create_server((address, port), family=family, backlog=_MOST_STRANGERS)
         except OSError as error:
             problem = error
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a machine without IPv6, or without IPv4
-                for one in listeners:
-                    one.close()
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # no IPv6, or no IPv4
+                for opened in listeners:
+                    opened.close()
                 raise
             continue
         listener.setblocking(False)

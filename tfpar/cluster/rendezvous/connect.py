@@ -1,4 +1,4 @@
-"""The rendezvous of all workers, called by each of them."""
+"""The entry point of the rendezvous."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ _MOST_ASKED, _ASK_SECONDS = 16, 2.0
 
 
 def connect_workers(job: tf_config.JobConfig, seconds: float, keep: Keep | None = None, strategy: str = "") -> None:
-    """Wait until all workers of a job are connected; every worker must call it.
+    """Wait until all workers of a job are connected. Every worker must call it.
 
     Args:
-        job: The job and the rank of this process in it.
-        seconds: The time limit.
-        keep: Takes the open connections for heartbeats: the chief those to all workers, each worker that to the chief.
-            None closes them.
-        strategy: The strategy that this process creates, which must be the same in all, since processes with different
-            ones would wait for each other for ever.
+        job: The job of this process.
+        seconds: Time limit.
+        keep: Receives the open connections, for heartbeats: on the chief those to all workers, on a worker the one to
+            the chief. None closes them.
+        strategy: The name of this process's strategy. Processes with different strategies would deadlock.
 
     Raises:
-        TimeoutError: If workers are missing; on every worker, with their addresses.
-        ValueError: If workers create different strategies; or if the chief refuses this worker's TFPAR_JOB_SECRET, or
-            it is too short.
+        TimeoutError: If workers are missing; raised on every worker, with their addresses.
+        ValueError: If workers create different strategies, or TFPAR_JOB_SECRET is too short or refused by the chief.
         OSError: If the chief's port is taken.
 
     Example:
@@ -42,24 +40,24 @@ def connect_workers(job: tf_config.JobConfig, seconds: float, keep: Keep | None 
             file=sys.stderr,
         )
     tf_config.check_port_free(job)
-    found = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret, keep, strategy)
-    if found.difference is not None:
-        rank, theirs, chiefs = found.difference
+    outcome = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret, keep, strategy)
+    if outcome.difference is not None:
+        rank, theirs, chiefs = outcome.difference
         raise ValueError(
             f"All workers must create the same strategy, and worker {rank} ({job.addresses[rank]}) creates {theirs}, "
             f"the chief {chiefs}. Start all of them with the same command and the same files."
         )
-    if found.missing:
+    if outcome.missing:
         raise TimeoutError(
-            f"All {job.num_workers} workers must connect within {seconds:g} s, and {_named(job, found)} did not. "
+            f"All {job.num_workers} workers must connect within {seconds:g} s, and {_missing(job, outcome)} did not. "
             "Check the output of that worker, and that its address in TF_CONFIG is right and reachable from the other "
-            f"workers; if it only starts slowly, set a longer strategy.form_seconds.{found.remark}"
+            f"workers; if it only starts slowly, set a longer strategy.form_seconds.{outcome.remark}"
         )
 
 
-def _named(job: tf_config.JobConfig, found: Outcome) -> str:
-    """Return missing addresses, each with the reason why the chief, or a worker without the chief, cannot connect."""
-    reasons = found.reasons
+def _missing(job: tf_config.JobConfig, outcome: Outcome) -> str:
+    """Return the missing addresses, each with the reason why it cannot be reached, if known."""
+    reasons = outcome.reasons
     if job.rank == 0:
-        reasons = reachability.problems(found.missing[:_MOST_ASKED], _ASK_SECONDS)
-    return ", ".join(f"{one} ({reasons[one]})" if one in reasons else one for one in found.missing)
+        reasons = reachability.problems(outcome.missing[:_MOST_ASKED], _ASK_SECONDS)
+    return ", ".join(f"{name} ({reasons[name]})" if name in reasons else name for name in outcome.missing)

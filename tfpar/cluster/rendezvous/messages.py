@@ -1,9 +1,9 @@
-"""The messages of the rendezvous, one line each, and the proofs that both sides belong to the job.
+"""The messages of the rendezvous, one line each, with proofs that both sides belong to the job.
 
-chief to worker     "tfpar CHALLENGE"       at the connection
+chief to worker     "tfpar CHALLENGE"       on connection
 worker to chief     "RANK CHALLENGE PROOF STRATEGY"
-chief to worker     "PROOF ANSWER"          in JSON, once all are connected or at the time limit: the missing workers,
-                                            and one that creates another strategy
+chief to worker     "PROOF ANSWER"          in JSON, once all are connected or time is up: the missing workers, and
+                                            the first with another strategy
                     "refused"               instead, after a wrong proof
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tfpar.cluster import job_secret
 from tfpar.cluster.tf_config import JobConfig
 
-# Takes the rank of another worker, and the open connection to it.
+# Receives the rank of another worker and the open connection to it.
 Keep = Callable[[int, socket.socket], None]
 LONGEST_GREETING_BYTES = 256  # of the first line of each side
 LONGEST_ANSWER_BYTES = 1 << 20
@@ -29,20 +29,14 @@ _STRATEGY = r"[A-Za-z_(=') ]{0,80}"  # empty where the caller names none
 
 
 class Challenges(NamedTuple):
-    """The random texts of both sides, so that a proof over them is invalid on another connection."""
+    """The random texts of both sides, so that a proof is valid on one connection only."""
 
     chief: str
     worker: str
 
 
 class Hello(NamedTuple):
-    """The line of a worker.
-
-    Args:
-        rank: Its rank.
-        challenges: The challenges of its connection.
-        strategy: The strategy that it creates.
-    """
+    """The authenticated line of a worker."""
 
     rank: int
     challenges: Challenges
@@ -50,12 +44,12 @@ class Hello(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A worker that creates another strategy than the chief.
+    """A worker whose strategy differs from the chief's.
 
     Args:
-        rank: Its rank.
-        strategy: Its strategy.
-        chiefs: The strategy of the chief.
+        rank: The rank of the worker.
+        strategy: The name of its strategy.
+        chiefs: The name of the chief's strategy.
     """
 
     rank: int
@@ -64,13 +58,13 @@ class Difference(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one side of the rendezvous found.
+    """The outcome of the rendezvous.
 
     Attributes:
         missing: The addresses of the missing workers.
-        remark: More for the error, "" for nothing.
-        reasons: For a missing address the reason why it could not be reached, as far as this side tried.
-        difference: The first worker with another strategy than the chief, if no worker is missing.
+        remark: A sentence to append to the error; may be empty.
+        reasons: Why missing addresses could not be reached, where this side tried.
+        difference: The first worker with another strategy, if no worker is missing.
     """
 
     missing: list[str]
@@ -80,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 def new_challenge() -> str:
-    """Return a random text."""
+    """Return 128 random bits in hexadecimal digits."""
     return secrets.token_hex(16)
 
 
@@ -90,7 +84,7 @@ def greeting(challenge: str) -> bytes:
 
 
 def read_greeting(line: bytes) -> str | None:
-    """Return the chief's challenge; None if the line is not that of a chief."""
+    """Return the chief's challenge; None if the line is not a greeting."""
     match = re.fullmatch(rf"tfpar ({_CHALLENGE})\n", line.decode(errors="replace"))
     return match and match[1]
 
@@ -102,14 +96,14 @@ def hello(rank: int, challenges: Challenges, secret: bytes, strategy: str = "") 
 
 
 def read_hello(line: bytes, chief_challenge: str, num_workers: int, secret: bytes) -> Hello | None:
-    """Return what a worker's line says; None if its proof or its rank is invalid."""
+    """Parse the line of a worker; None if its proof or rank is invalid."""
     pattern = rf"([0-9]{{1,9}}) ({_CHALLENGE}) ([0-9a-f]{{64}}) ({_STRATEGY})\n"
     match = re.fullmatch(pattern, line.decode(errors="replace"))
     if match is None or not 0 < int(match[1]) < num_workers:
         return None
-    found = Hello(int(match[1]), Challenges(chief_challenge, match[2]), match[4])
-    is_proven = job_secret.is_proof(match[3], secret, "worker", *found.challenges, str(found.rank), found.strategy)
-    return found if is_proven else None
+    rank, challenges, strategy = received = Hello(int(match[1]), Challenges(chief_challenge, match[2]), match[4])
+    is_proven = job_secret.is_proof(match[3], secret, "worker", *challenges, str(rank), strategy)
+    return received if is_proven else None
 
 
 def answer(missing: list[str], challenges: Challenges, secret: bytes, difference: Difference | None = None) -> bytes:
@@ -119,28 +113,28 @@ def answer(missing: list[str], challenges: Challenges, secret: bytes, difference
 
 
 def read_answer(line: bytes, challenges: Challenges, job: JobConfig, secret: bytes) -> Outcome | None:
-    """Return what the chief found; None if its proof is invalid."""
+    """Parse the chief's answer; None if its proof or content is invalid."""
     claimed, _, text = line.decode(errors="replace").removesuffix("\n").partition(" ")
     if not job_secret.is_proof(claimed, secret, "chief", *challenges, text):
         return None
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    # Without a job secret any program can compute the proof: print only addresses of this job, and names.
-    if not isinstance(found, list) or len(found) != 2:
+    # Without a job secret, any program can compute the proof: accept only addresses of this job, and plain names.
+    if not isinstance(content, list) or len(content) != 2:
         return None
-    missing, difference = found
-    if not isinstance(missing, list) or not all(isinstance(one, str) and one in job.addresses for one in missing):
+    missing, difference = content
+    if not isinstance(missing, list) or not all(isinstance(name, str) and name in job.addresses for name in missing):
         return None
     if difference is None:
         return Outcome(missing)
     return Outcome(missing, difference=Difference(*difference)) if _is_difference(difference, job) else None
 
 
-def _is_difference(found: object, job: JobConfig) -> bool:
-    match found:
+def _is_difference(content: object, job: JobConfig) -> bool:
+    match content:
         case [int(rank), str(strategy), str(chiefs)] if not isinstance(rank, bool):
-            names = (re.fullmatch(_STRATEGY, one) for one in (strategy, chiefs))
-            return 0 < rank < job.num_workers and all(names)
+            are_names = all(re.fullmatch(_STRATEGY, name) for name in (strategy, chiefs))
+            return 0 < rank < job.num_workers and are_names
     return False

@@ -1,4 +1,4 @@
-"""A worker's side of the rendezvous: it connects until the chief answers or the time limit."""
+"""A worker's side of the rendezvous: it retries until the chief answers or time is up."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ _ANSWER_SECONDS = 5.0  # the chief's answer may arrive this long after the worke
 def report(
     job: JobConfig, seconds: float, secret: bytes, keep: messages.Keep | None = None, strategy: str = ""
 ) -> messages.Outcome:
-    """Connect to the chief, and wait for its answer.
+    """Connect to the chief and wait for its answer.
 
     Args:
-        job: The job and the rank of this process in it.
-        seconds: The time limit.
+        job: The job of this process.
+        seconds: Time limit.
         secret: The job secret.
-        keep: Takes the connection to the chief, if no worker is missing or differs; None closes it.
-        strategy: The strategy that this process creates.
+        keep: Receives the connection to the chief, if all workers are present with the same strategy; None closes it.
+        strategy: The name of this process's strategy.
 
     Returns:
-        The chief's answer; or the chief's own address without an answer, with the reason why this worker could not
-        connect.
+        The chief's answer. Without one, the chief is the missing worker, with the reason why it was unreachable.
 
     Raises:
         ValueError: If the chief refuses this worker's secret.
@@ -45,11 +44,11 @@ def report(
         else:
             problem = None
             with connection, contextlib.suppress(OSError):
-                found, remark = _ask(connection, job, secret, ends_seconds, remark, strategy)
-                if found is not None:
-                    if keep is not None and not found.missing and found.difference is None:
+                outcome, remark = _ask(connection, job, secret, ends_seconds, remark, strategy)
+                if outcome is not None:
+                    if keep is not None and not outcome.missing and outcome.difference is None:
                         keep(0, connection.dup())
-                    return found
+                    return outcome
         time.sleep(_RETRY_SECONDS)
     chief = job.addresses[0]
     return messages.Outcome([chief], remark, {} if problem is None else {chief: problem})
@@ -58,11 +57,7 @@ def report(
 def _ask(
     connection: socket.socket, job: JobConfig, secret: bytes, ends_seconds: float, remark: str, strategy: str
 ) -> tuple[messages.Outcome | None, str]:
-    """Return the chief's answer, None without one, and the remark for the error.
-
-    Raises:
-        ValueError: If the chief refuses this worker's secret.
-    """
+    """Return the chief's answer or None, and the remark for the error."""
     greeting_ends = min(time.monotonic() + _GREETING_SECONDS, ends_seconds + _ANSWER_SECONDS)
     greeting = _read_line(connection, greeting_ends, messages.LONGEST_GREETING_BYTES)
     challenge = messages.read_greeting(greeting)
@@ -73,10 +68,10 @@ def _ask(
     line = _read_line(connection, ends_seconds + _ANSWER_SECONDS, messages.LONGEST_ANSWER_BYTES)
     if line == messages.REFUSED:
         raise ValueError(_refusal(job))
-    found = messages.read_answer(line, challenges, job, secret)
-    if found is None and line:
+    outcome = messages.read_answer(line, challenges, job, secret)
+    if outcome is None and line:
         remark = f" The program at the chief's address does not have this job's {job_secret.VARIABLE}."
-    return found, remark
+    return outcome, remark
 
 
 def _refusal(job: JobConfig) -> str:
@@ -88,7 +83,7 @@ def _refusal(job: JobConfig) -> str:
 
 
 def _read_line(connection: socket.socket, ends_seconds: float, most_bytes: int) -> bytes:
-    """Read one line; empty if the other end closes, sends too much, or takes too long."""
+    """Read a line; empty if the peer closes the connection, sends too much, or takes too long."""
     line = b""
     while not line.endswith(b"\n") and len(line) < most_bytes:
         left = ends_seconds - time.monotonic()

@@ -1,1 +1,1 @@
-"""From rows to global batches."""
+"""Form global batches from rows, and operate on batches."""

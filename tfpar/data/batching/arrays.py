@@ -1,4 +1,4 @@
-"""Arrays in memory as a dataset: shuffled by index, gathered by batch, never copied element by element."""
+"""Convert arrays in memory to a dataset that shuffles indices and gathers whole batches."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from tfpar.data.batching import blocks
 from tfpar.data.batching.columns import Column, Dense, column
 from tfpar.messages.received import quoted
 
-BLOCK_BYTES = 1 << 20  # of one gather: large enough to hide the cost of a call, small enough for the cache
+BLOCK_BYTES = 1 << 20  # of one gather: large enough to amortize the call, small enough for the cache
 MAX_BATCHES_PER_BLOCK = 200
 
 
@@ -23,25 +23,25 @@ def from_arrays(
 ) -> tf.data.Dataset:
     """Convert arrays to a `tf.data.Dataset` of global batches, as `keras.Model.fit` does.
 
-    With `shuffle`, each epoch is a new permutation of the rows, drawn from `seed`. As always in tf.data, the global
-    seed (`tf.random.set_seed`, `keras.utils.set_random_seed`) counts as well: set it before, or not at all. Floats
-    become Keras' float type, other types are kept, as in Keras.
+    With `shuffle`, each epoch is a new permutation of the rows, drawn from `seed` and, as always in `tf.data`, from the
+    global seed (`tf.random.set_seed`, `keras.utils.set_random_seed`), if that is set before. As in Keras, floats become
+    Keras' float type, and other dtypes are kept.
 
     Args:
-        x: An array `[examples, ...]` (see `tfpar.data.batching.columns` for the kinds), or a dict, list or tuple of
-            arrays or None (nested as needed) for several inputs.
-        y: Labels, structured likewise, or None.
-        sample_weight: Weights `[examples]`, structured likewise, or None. One array serves all outputs.
+        x: An array `[examples, ...]` (see `tfpar.data.batching.columns` for the kinds), or a nested structure of arrays
+            and None for several inputs.
+        y: Labels, an array or a structure, or None.
+        sample_weight: Weights `[examples]` or a structure of them, or None. A single array applies to all outputs.
         batch_size: Rows in a global batch; the last batch of an epoch may be smaller.
-        shuffle: Whether each epoch has another order; "batch" for another order within each batch only.
-        seed: Fixes the orders.
+        shuffle: Whether to shuffle all rows in each epoch; "batch" shuffles within each batch only.
+        seed: Seed of the order.
 
     Returns:
         A dataset of `(x,)`, `(x, y)` or `(x, y, sample_weight)`. Lists become tuples.
 
     Raises:
-        ValueError: Unequal or zero lengths, `batch_size` below 1, weights without labels.
-        TypeError: Something that is no array.
+        ValueError: If lengths are zero or unequal, `batch_size` is below 1, or there are weights without labels.
+        TypeError: If something is not an array.
 
     >>> dataset = from_arrays(np.arange(5.0), np.arange(5), batch_size=2, shuffle=False, seed=0)
     >>> [labels.numpy().tolist() for inputs, labels in dataset]
@@ -62,7 +62,7 @@ def from_arrays(
 
     def in_order() -> tf.data.Dataset:
         def read(first_row: tf.Tensor, n: int) -> Any:
-            return _of_each(lambda one: one.between(first_row, n), columns)
+            return _map(lambda column: column.between(first_row, n), columns)
 
         return blocks.batches(read, num_rows, batch_size, batches_per_block=batches_per_block)
 
@@ -71,8 +71,8 @@ def from_arrays(
         rows = _permutation(num_rows, tf.stack([epoch_seed, seed]), batch_size if shuffle == "batch" else num_rows)
 
         def read(first_row: tf.Tensor, n: int) -> Any:
-            taken = tf.slice(rows, [first_row], [n])
-            return _of_each(lambda one: one.at(taken, n), columns)
+            chosen = tf.slice(rows, [first_row], [n])
+            return _map(lambda column: column.at(chosen, n), columns)
 
         return blocks.batches(read, num_rows, batch_size, batches_per_block=batches_per_block)
 
@@ -85,7 +85,7 @@ def from_arrays(
 
 
 def _permutation(num_rows: int, seed: tf.Tensor, within: int) -> tf.Tensor:
-    """Return the row numbers in a random order; each row stays within its group of `within` consecutive rows."""
+    """Return the row numbers in random order, shuffled within groups of `within` consecutive rows."""
     if within >= num_rows:
         return tf.random.experimental.stateless_shuffle(tf.range(num_rows), seed)
     groups = tf.cast(tf.range(num_rows) // within, tf.float64)
@@ -93,7 +93,7 @@ def _permutation(num_rows: int, seed: tf.Tensor, within: int) -> tf.Tensor:
 
 
 def _check_weights(y: Any, sample_weight: Any) -> None:
-    """Refuse weights for other outputs than those with targets."""
+    """Refuse weights for outputs other than those with targets."""
     if isinstance(y, Mapping) and isinstance(sample_weight, Mapping) and set(y) != set(sample_weight):
         raise ValueError(
             f"sample_weight must have the outputs of y, received {sorted(sample_weight)} for {sorted(y)}. Give an "
@@ -102,18 +102,18 @@ def _check_weights(y: Any, sample_weight: Any) -> None:
 
 
 def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
-    """Split the last rows off for validation, as `keras.Model.fit(validation_split=...)` does.
+    """Hold out the last rows for validation, as `keras.Model.fit(validation_split=...)` does.
 
     Args:
-        arrays: `(x, y, sample_weight)` as for `from_arrays`, None where there is none.
-        share: Part of the rows to split off, above 0 and below 1.
+        arrays: `(x, y, sample_weight)` as for `from_arrays`, with None for what is missing.
+        share: Fraction of the rows to hold out, above 0 and below 1.
 
     Returns:
-        The same structure twice, as tensors: the rows to train on, and the rows held out.
+        The rows to train on and the rows held out, in the same structure, as tensors.
 
     Raises:
-        ValueError: A share that leaves one side empty, or arrays of unequal lengths.
-        TypeError: Something that is no array.
+        ValueError: If one side would be empty, or arrays have unequal lengths.
+        TypeError: If something is not an array.
 
     >>> (x, _, _), (held_out, _, _) = hold_out((np.arange(5), None, None), 0.4)
     >>> x.numpy().tolist(), held_out.numpy().tolist()
@@ -130,13 +130,13 @@ def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
             "a fraction above 0 and below 1."
         )
     with tf.device("CPU:0"):
-        taken = _of_each(lambda one: one.between(0, first), columns)
-        held_out = _of_each(lambda one: one.between(first, num_rows - first), columns)
-    return taken, held_out
+        kept = _map(lambda column: column.between(0, first), columns)
+        held_out = _map(lambda column: column.between(first, num_rows - first), columns)
+    return kept, held_out
 
 
 def num_rows(arrays: Any) -> int:
-    """Return the number of examples of arrays, as `from_arrays` takes them.
+    """Return the number of examples in arrays as for `from_arrays`.
 
     >>> num_rows({"a": np.zeros([3, 2]), "b": None})
     3
@@ -145,7 +145,7 @@ def num_rows(arrays: Any) -> int:
 
 
 def _columns(name: str, value: Any) -> Any:
-    """Return the same structure with a column for each array; errors name the path of the bad leaf."""
+    """Convert each array of a structure to a column; errors name the path of the array."""
     if value is None:
         return None
     if isinstance(value, Mapping):
@@ -155,16 +155,16 @@ def _columns(name: str, value: Any) -> Any:
     return column(name, value)
 
 
-def _of_each(change: Any, columns: Any) -> Any:
-    return tf.nest.map_structure(lambda one: None if one is None else change(one), columns)
+def _map(function: Any, columns: Any) -> Any:
+    return tf.nest.map_structure(lambda column: None if column is None else function(column), columns)
 
 
 def _present(columns: Any) -> list[Column]:
-    return [one for one in tf.nest.flatten(columns) if one is not None]
+    return [column for column in tf.nest.flatten(columns) if column is not None]
 
 
 def _common_length(columns: Any) -> int:
-    lengths = [one.num_rows for one in _present(columns)]
+    lengths = [column.num_rows for column in _present(columns)]
     if not lengths:
         raise ValueError("The data hold no examples: received no array. Pass a dataset, or arrays [examples, ...].")
     if min(lengths) == 0:
@@ -175,9 +175,9 @@ def _common_length(columns: Any) -> int:
 
 
 def _batches_per_block(columns: Any, num_rows: int, batch_size: int) -> int:
-    present = [one for one in _present(columns) if isinstance(one, Dense)]
-    if len(present) < len(tf.nest.flatten(columns)):
-        return 1  # only dense tensors can be cut into batches of equal shape afterwards
-    total_bytes = sum(one.values.dtype.size * one.values.shape.num_elements() for one in present)
+    dense = [column for column in _present(columns) if isinstance(column, Dense)]
+    if len(dense) < len(tf.nest.flatten(columns)):
+        return 1  # only dense tensors can be split into batches of equal shape afterwards
+    total_bytes = sum(column.values.dtype.size * column.values.shape.num_elements() for column in dense)
     batch_bytes = max(1, total_bytes * batch_size // num_rows)
     return int(np.clip(BLOCK_BYTES // batch_bytes, 1, MAX_BATCHES_PER_BLOCK))

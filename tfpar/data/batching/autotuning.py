@@ -1,4 +1,4 @@
-"""Datasets without TensorFlow's autotuning, whose iterators end at once."""
+"""Turn off TensorFlow's autotuning, so that iterators end without delay."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ import tensorflow as tf
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turn off the autotuning of a dataset, before it is iterated over.
 
-    The end of an autotuned iterator can take up to a minute, wherever Python frees it, such as in a garbage collection
-    of a later step. In TensorFlow 2.21 it waits for the autotuning thread, which sleeps for up to 60 seconds, twice as
-    long each time. `Model::OptimizeLoop` is woken before `CancellationManager::IsCancelled` is true, and sleeps again
+    Freeing an autotuned iterator can take up to a minute, whenever Python does it, such as in a garbage collection
+    during a later step. In TensorFlow 2.21 it waits for the autotuning thread, which sleeps for up to 60 seconds:
+    `Model::OptimizeLoop` is woken before `CancellationManager::IsCancelled` is true, and sleeps again
     (tensorflow/core/framework/model.cc, xla/tsl/framework/cancellation.cc).
 
-    Without it, AUTOTUNE means as many calls as there are cores, up to 16.
-
-    Args:
-        dataset: Any dataset.
-
-    Returns:
-        A dataset with the same elements.
+    Without autotuning, AUTOTUNE means as many calls as there are cores, up to 16.
 
     Example:
         >>> dataset = without_autotuning(tf.data.Dataset.range(3))

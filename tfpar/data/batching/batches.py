@@ -1,4 +1,4 @@
-"""Operations on batches: class weights, and the split of a global batch into per-replica batches."""
+"""Operations on batches: weight classes, split global batches into per-replica batches, and join them."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +15,21 @@ from tfpar.messages.received import quoted
 def class_weights(dataset: Any, class_weight: Mapping[int, float], dtype: str | None = None) -> Any:
     """Weight each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
 
-    Labels of rank 2 and more are one-hot over the last axis, unless that axis is 1 long. Classes without an entry have
-    weight 1. Existing sample weights are multiplied (Keras refuses the two together).
+    Labels of rank 2 or more are one-hot over the last axis, unless it has size 1. Classes without an entry have weight
+    1. Existing sample weights are multiplied by the class weights (Keras refuses both together).
 
     Args:
         dataset: A `tf.data.Dataset` or `Sharded` of batches `(x, y)` or `(x, y, sample_weight)`; `y` is one tensor:
             classes `[batch]` or `[batch, 1]`, or one-hot `[batch, classes]`.
         class_weight: Weight of each class.
-        dtype: The type of the weights; None for that of Keras with a `tf.data.Dataset`, which is float32 for floats of
-            Python, also where Keras computes in float64. A product with sample weights has Keras' float type.
+        dtype: The dtype of the weights without sample weights; None for that of Keras with a `tf.data.Dataset`, which
+            is float32 for Python floats even if Keras computes in float64. With sample weights: Keras' float type.
 
     Returns:
         Batches `(x, y, sample_weight)` with weights `[batch]`.
 
     Raises:
-        ValueError: No class, a negative class or weight, batches without labels or with several outputs.
+        ValueError: If no class is named, a class or weight is negative, or batches have no labels or several outputs.
 
     >>> dataset = tf.data.Dataset.from_tensors((tf.zeros([3, 2]), tf.constant([0, 1, 1])))
     >>> [weights.numpy().tolist() for _, _, weights in class_weights(dataset, {1: 2.5})]
@@ -65,10 +65,10 @@ def _weight_table(class_weight: Mapping[int, float], dtype: str | None) -> Any:
             raise ValueError(
                 f"class_weight maps classes (0, 1, 2, ...) to weights of at least 0, but has {label!r}: {weight!r}."
             )
-    known = {int(label): weight for label, weight in class_weight.items()}
-    table = [known.get(label, 1.0) for label in range(max(known) + 1)]
-    found = tf.convert_to_tensor(table).dtype if dtype is None else tf.as_dtype(dtype)
-    return np.array(table, found.as_numpy_dtype if found.is_floating else "float32")
+    weights = {int(label): weight for label, weight in class_weight.items()}
+    table = [weights.get(label, 1.0) for label in range(max(weights) + 1)]
+    tf_dtype = tf.convert_to_tensor(table).dtype if dtype is None else tf.as_dtype(dtype)
+    return np.array(table, tf_dtype.as_numpy_dtype if tf_dtype.is_floating else "float32")
 
 
 def _classes(y: tf.Tensor) -> tf.Tensor:
@@ -86,7 +86,7 @@ def _look_up(table: Any, classes: tf.Tensor) -> tf.Tensor:
 
 
 def _multiply(weights: tf.Tensor, sample_weight: tf.Tensor) -> tf.Tensor:
-    """Multiply per-example weights `[batch]` with weights `[batch, ...]`, along their first axis."""
+    """Multiply weights `[batch]` by weights `[batch, ...]` along the first axis."""
     missing_axes = sample_weight.shape.rank - weights.shape.rank
     if missing_axes > 0:
         weights = tf.reshape(weights, tf.concat([tf.shape(weights), tf.ones([missing_axes], tf.int32)], axis=0))
@@ -96,13 +96,13 @@ def _multiply(weights: tf.Tensor, sample_weight: tf.Tensor) -> tf.Tensor:
 def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
     """Split every tensor of a batch along its first axis into consecutive parts, one for each replica.
 
-    Part i starts at row `ceil(i * rows / num_parts)`, so sizes differ by at most one, the first part is a largest one,
-    and some parts are empty if there are fewer rows than parts. The rule nests: a split into workers and then into
-    replicas gives the same parts as one split into all replicas.
+    Part i starts at row `ceil(i * rows / num_parts)`. So sizes differ by at most one, the first part is never smaller
+    than another, and some parts are empty if there are fewer rows than parts. Splits nest: a split into workers and
+    then into replicas gives the same parts as one split into all replicas.
 
         7 rows, 2 parts:  0 1 2 3 | 4 5 6          6 rows, 4 parts:  0 1 | 2 | 3 4 | 5
 
-    For use inside `dataset.map`. Where the number of rows is static, so are the parts' shapes.
+    It can be used in `dataset.map`. The parts have static shapes if the number of rows is static.
 
     Args:
         batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
@@ -112,7 +112,7 @@ def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
         `num_parts` structures like `batch`. None stays None in each.
 
     Raises:
-        ValueError: `num_parts` below 1, a scalar, or tensors with unequal numbers of rows.
+        ValueError: If `num_parts` is below 1, a tensor is a scalar, or numbers of rows differ.
 
     >>> [part["a"].numpy().tolist() for part in split_batch({"a": tf.range(5)}, 3)]
     [[0, 1], [2, 3], [4]]
@@ -140,10 +140,7 @@ def take_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def join_batches(parts: Sequence[Any]) -> Any:
-    """Join the rows of several batches in their order; the reverse of `split_batch`.
-
-    Args:
-        parts: Structures alike, `[rows, ...]` each.
+    """Concatenate the rows of several batches of the same structure; the inverse of `split_batch`.
 
     >>> join_batches([tf.range(2), tf.range(1)]).numpy().tolist()
     [0, 1, 0]
@@ -163,13 +160,13 @@ def to_numpy(tensor: Any) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of several batches as `keras.Model.predict` does.
+    """Concatenate the outputs of several batches as `keras.Model.predict` does.
 
     Args:
-        outputs: Structures alike, of NumPy arrays, ragged or sparse tensors, `[rows, ...]` each.
+        outputs: Structures of NumPy arrays, ragged or sparse tensors, `[rows, ...]` each.
 
     Returns:
-        One array each; a ragged tensor where the batches differ in another axis than the first.
+        A structure of arrays; of a ragged tensor if the batches differ in an axis other than the first.
 
     >>> join_outputs([np.zeros([2, 1]), np.ones([1, 1])]).tolist()
     [[0.0], [0.0], [1.0]]
@@ -184,10 +181,7 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
 
 
 def present_inputs(batch: Any) -> list[bool]:
-    """Return which inputs of a batch are not None, in flat order.
-
-    Args:
-        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+    """Return for each input of a batch, in flat order, whether it is not None.
 
     Example:
         >>> present_inputs(([tf.zeros([2, 1]), None], tf.zeros([2])))
@@ -198,10 +192,7 @@ def present_inputs(batch: Any) -> list[bool]:
 
 
 def has_unknown_size(dataset: tf.data.Dataset) -> bool:
-    """Return whether TensorFlow does not know how many elements a dataset has, such as that of a generator.
-
-    Args:
-        dataset: Any dataset.
+    """Return whether TensorFlow does not know the number of elements of a dataset, as for a generator.
 
     Example:
         >>> digits = tf.data.Dataset.range(10)
@@ -212,16 +203,13 @@ def has_unknown_size(dataset: tf.data.Dataset) -> bool:
 
 
 def num_rows(batch: Any) -> tf.Tensor:
-    """Return the number of examples of a batch: the rows of its first tensor.
+    """Return the number of rows of a batch's first tensor, an int64 scalar.
 
     Args:
         batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
 
-    Returns:
-        An int64 scalar.
-
     Raises:
-        ValueError: No tensor at all.
+        ValueError: If there is no tensor.
 
     >>> int(num_rows({"a": None, "b": tf.zeros([3, 2])}))
     3
@@ -264,10 +252,7 @@ def _rows_between(leaf: Any, start: Any, stop: Any) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """Return copies of the tensors of a batch, which wait for the control dependencies of this place; None stays None.
-
-    Args:
-        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+    """Return identities of the tensors of a batch, which wait for the active control dependencies; None stays None.
 
     Example:
         >>> copied({"a": tf.constant([1, 2]), "b": None})["a"].numpy().tolist()
@@ -281,19 +266,19 @@ def copied(batch: Any) -> Any:
 def map_batches(
     dataset: tf.data.Dataset, function: Callable[[Any], Any], num_parallel_calls: int | None = 1
 ) -> tf.data.Dataset:
-    """Map the batches of a dataset, each of which is one argument, also where it is a tuple.
+    """Map a function of one argument over the batches of a dataset, even if a batch is a tuple.
 
     Args:
-        dataset: Batches.
-        function: Takes a batch and returns an element.
+        dataset: The batches.
+        function: Function from a batch to an element.
         num_parallel_calls: As for `tf.data.Dataset.map`.
 
     Example:
         >>> dataset = tf.data.Dataset.from_tensors((1, 2))
-        >>> [int(one) for one in map_batches(dataset, lambda batch: batch[0] + batch[1])]
+        >>> [int(total) for total in map_batches(dataset, lambda batch: batch[0] + batch[1])]
         [3]
     """
-    in_tuples = type(dataset.element_spec) is tuple  # TensorFlow's `map` unpacks these, and no named ones
+    in_tuples = type(dataset.element_spec) is tuple  # `map` unpacks tuples, but not named tuples
 
     @tf.autograph.experimental.do_not_convert  # conversion takes half a second in every process
     def call(*elements: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Batches from a function that reads consecutive rows, one block of several batches per call.
+"""Batches from a function that reads consecutive rows, a block of several batches per call.
 
-Each call of a mapped function costs `tf.data` tens of microseconds, whatever the function does. So one call reads a
-block of several batches, and `unbatch`, which calls no function, separates them:
+Each call of a mapped function costs tens of microseconds in `tf.data`. So one call reads a block of several batches,
+and `unbatch`, which calls no function, separates them:
 
     rows         0 ........................... num_rows
     blocks       [ b b b b ][ b b b b ][ b b ][b]          b: one batch
-                 whole blocks, shuffled | rest | last, smaller batch
+                 full blocks, shuffled | rest | last, smaller batch
 """
 
 from collections.abc import Callable, Iterator
@@ -35,13 +35,13 @@ def batches(
     """Read the rows `0 .. num_rows - 1` as batches; the last is smaller if `batch_size` does not divide `num_rows`.
 
     Args:
-        read: `(first_row, n)` -> a structure of tensors `[n, ...]`; `first_row` is an int64 tensor, `n` a number. In
-            blocks of one batch also of ragged and sparse tensors and None.
+        read: Function `(first_row, n)` that returns a structure of tensors `[n, ...]`; `first_row` is an int64 tensor,
+            `n` an int. With one batch per block, it may return ragged and sparse tensors and None too.
         num_rows: Rows in one epoch.
         batch_size: Rows in one batch.
         batches_per_block: Batches that one call of `read` reads.
-        shuffle_seed: Seed for the order of the whole blocks, another in each epoch; None keeps the order.
-        num_parallel_calls: Blocks read at the same time; None reads one after the other.
+        shuffle_seed: Seed of the order of full blocks, which changes in each epoch; None keeps the order.
+        num_parallel_calls: Blocks to read in parallel; None reads one after another.
 
     Returns:
         A dataset of the structure that `read` returns, `[batch_size, ...]` each, with known cardinality.
@@ -55,10 +55,10 @@ def batches(
 
 
 def as_built(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Fix the order, and turn off autotuning and graph rewriting.
+    """Make the order deterministic, and turn off autotuning and graph rewriting.
 
-    Measuring each element for the autotuning costs more than it saves here, and the rewriting copies captured arrays
-    (measured with TensorFlow 2.21: 1.2 GB became 2.4 GB, and the first iterator took 2.6 s instead of 0.02 s).
+    Here autotuning costs more than it saves, and rewriting copies captured arrays (in TensorFlow 2.21, 1.2 GB became
+    2.4 GB, and the first iterator took 2.6 s instead of 0.02 s).
     """
     options = tf.data.Options()
     options.autotune.enabled = False

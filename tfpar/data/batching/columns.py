@@ -1,4 +1,4 @@
-"""Arrays of every kind that Keras accepts, as tensors with row access: dense, ragged and sparse."""
+"""All arrays that Keras accepts as dense, ragged or sparse tensors with access to rows."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class Ragged(Column):
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Column):
-    """A sparse tensor `[rows, ...]` stored by rows: TensorFlow's own does not index where each row begins.
+    """A sparse tensor `[rows, ...]` stored by rows, because TensorFlow's own has no index of the rows.
 
     Args:
         places: For each row the indices of its values along the other axes, `[rows, (values), rank - 1]`.
         values: For each row its values, `[rows, (values)]`.
-        shape: Of the whole.
+        shape: The shape of the whole tensor.
     """
 
     places: tf.RaggedTensor
@@ -89,7 +89,7 @@ class Sparse(Column):
 
     @classmethod
     def of(cls, tensor: tf.SparseTensor) -> Sparse:
-        """Order a sparse tensor of known shape by rows."""
+        """Convert a sparse tensor of known shape."""
         tensor = tf.sparse.reorder(tensor)
         numbers = tensor.indices[:, 0]
         places, values = (
@@ -120,13 +120,13 @@ def column(name: str, value: Any) -> Column:
     """Convert an array to a column, with floats in Keras' float type, as `keras.Model.fit` does.
 
     Args:
-        name: What errors call it.
+        name: The name of the array in errors.
         value: A NumPy array, a tensor of TensorFlow, jax or torch, a ragged or sparse tensor, a scipy sparse matrix, a
             pandas DataFrame or Series (a column `[rows, 1]`), or anything that NumPy converts, such as Arrow arrays.
 
     Raises:
-        TypeError: No array, or one of Python objects.
-        ValueError: A single value.
+        TypeError: If it is not an array, or an array of Python objects.
+        ValueError: If it is a single value.
 
     >>> column("x", np.arange(6.0)).between(2, 3).numpy().tolist()
     [2.0, 3.0, 4.0]

@@ -1,4 +1,4 @@
-"""A check that all tensors of a batch have one number of rows, before a strategy divides the batch by rows."""
+"""Check that all tensors of a batch have the same number of rows, before a strategy splits the batch."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ _PARTS = ("inputs", "targets", "sample_weight")
 
 
 def with_equal_rows(batch: Any) -> Any:
-    """Return a batch, and fail if its tensors differ in their number of rows.
+    """Return a batch, or fail if its tensors have different numbers of rows; for use in `dataset.map`.
 
-    A strategy divides every tensor by its own rows. With 2 labelled and 4 other examples in a batch, each part would
-    have another ratio of the two, and another loss. For use inside `dataset.map`.
+    A strategy splits every tensor by rows. With 2 labelled and 4 other examples in a batch, the parts would mix them in
+    different ratios and have different losses.
 
     Args:
         batch: `(inputs, targets, sample_weight)` as far as given: structures of `tf.Tensor`, `tf.RaggedTensor`,
             `tf.SparseTensor` or None, `[rows, ...]` each.
 
     Returns:
-        The batch. Reading one whose rows differ raises `tf.errors.InvalidArgumentError` with the sentence that
-        `differing_rows` finds.
+        The batch. If the rows differ, reading it raises `tf.errors.InvalidArgumentError`, which `differing_rows`
+        explains.
 
     Raises:
-        ValueError: If the shapes alone say that they differ.
+        ValueError: If the static shapes differ.
 
     Example:
         >>> with_equal_rows((tf.zeros([2, 3]), tf.zeros([2])))[1].shape
         TensorShape([2])
     """
-    found = [(path, leaf) for path, leaf in keras.tree.flatten_with_path(batch) if leaf is not None]
-    static = {leaf.shape[0] if leaf.shape.rank else None for _, leaf in found}
-    names = ", ".join(_name_in_batch(path) for path, _ in found)
+    leaves = [(path, leaf) for path, leaf in keras.tree.flatten_with_path(batch) if leaf is not None]
+    static = {leaf.shape[0] if leaf.shape.rank else None for _, leaf in leaves}
+    names = ", ".join(_name_in_batch(path) for path, _ in leaves)
     if None not in static and len(static) > 1:
-        raise ValueError(_sentence(", ".join(str(leaf.shape[0]) for _, leaf in found), names))
-    if None not in static or len(found) < 2:
+        raise ValueError(_sentence(", ".join(str(leaf.shape[0]) for _, leaf in leaves), names))
+    if None not in static or len(leaves) < 2:
         return batch
-    rows = tf.stack([num_rows(leaf) for _, leaf in found])
+    rows = tf.stack([num_rows(leaf) for _, leaf in leaves])
     are_equal = tf.reduce_all(tf.equal(rows, rows[0]))
-    check = tf.raw_ops.Assert(condition=are_equal, data=[f"{_RULE} Received in {names}:", rows], summarize=len(found))
+    check = tf.raw_ops.Assert(condition=are_equal, data=[f"{_RULE} Received in {names}:", rows], summarize=len(leaves))
     with tf.control_dependencies([check]):
         return copied(batch)
 
 
 def check_ranks(spec: Any) -> None:
-    """Refuse a dataset whose tensors may have any number of axes, and so no rows to divide.
+    """Refuse tensors of unknown rank, which may have no rows to split.
 
     Args:
         spec: The `element_spec` of a `tf.data.Dataset`.
@@ -71,18 +71,15 @@ def check_ranks(spec: Any) -> None:
 
 
 def differing_rows(message: str) -> str | None:
-    """Return the sentence of `with_equal_rows` in the message of an error; None if there is none.
-
-    Args:
-        message: The message of an error of TensorFlow.
+    """Explain TensorFlow's message of a failed `with_equal_rows`; return None for another message.
 
     Example:
         >>> differing_rows("out of memory") is None
         True
     """
     _, rule, rest = message.partition(_RULE)
-    found = re.match(r" Received in (.*?):\] \[([\d ]+)\]", rest, re.DOTALL)
-    return _sentence(found[2].replace(" ", ", "), found[1].replace("\\", "")) if rule and found else None
+    match = re.match(r" Received in (.*?):\] \[([\d ]+)\]", rest, re.DOTALL)
+    return _sentence(match[2].replace(" ", ", "), match[1].replace("\\", "")) if rule and match else None
 
 
 def _sentence(rows: str, names: str) -> str:
@@ -90,10 +87,7 @@ def _sentence(rows: str, names: str) -> str:
 
 
 def _name_in_batch(path: tuple[Any, ...]) -> str:
-    """Return the name of a tensor of a batch for a message.
-
-    Args:
-        path: The keys that lead to it, as `keras.tree.flatten_with_path` gives them.
+    """Return the name of a tensor in a batch, from its path of `keras.tree.flatten_with_path`.
 
     Example:
         >>> _name_in_batch((0, "image"))

@@ -1,4 +1,4 @@
-"""The rows of a batch in another order: rows that differ first, for the study of a few rows.
+"""Reorder the rows of a batch, so that the first rows, which the study uses, differ.
 
     batch, sorted by length        rows that differ first
     a b c d e f g h                a b c d e f g h
@@ -7,7 +7,7 @@
     ...                            a b - - - - - -
     a b - - - - - -                ...
 
-The halves of the first four rows differ too, such as in their longest row.
+The two halves of the first four rows differ too, such as in their longest row.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import tensorflow as tf
 from tfpar.data.batching.batches import join_batches, num_rows, take_rows
 
 NUM_VARIED, _NUM_IN_HALVES = 8, 4
-_MOST_ELEMENTS = 1 << 26  # of a tensor that is looked at
+_MOST_ELEMENTS = 1 << 26  # larger tensors are not examined
 
 
 def varied_first(batch: Any) -> Any:
-    """Return a batch whose first rows differ in what divides losses: padding, markers, lengths.
+    """Reorder a batch so that its first rows differ in padding, markers and lengths, by which losses are divided.
 
-    A study before the first step takes the first rows. In a batch that is sorted by length these have no padding, and a
-    mean over a mask would look like a mean over the batch.
+    The study uses the first rows. In a batch that is sorted by length they have no padding, and a mean over a mask
+    would look like a mean over the batch.
 
     Args:
         batch: `(inputs, targets, sample_weight)` as far as given: structures of `tf.Tensor`, `tf.RaggedTensor`,
             `tf.SparseTensor` or None, `[rows, ...]` each.
 
     Returns:
-        All rows; the batch itself if no row differs.
+        All rows in the new order; the batch itself if no rows differ.
 
     Example:
         >>> varied_first(tf.constant([[1, 1], [1, 1], [1, 1], [1, 1], [1, 0]])).numpy().tolist()
@@ -42,35 +42,35 @@ def varied_first(batch: Any) -> Any:
     """
     count = int(num_rows(batch))
     inputs = batch[0] if isinstance(batch, tuple) else batch
-    of_inputs, of_all = (
-        [found for leaf in tf.nest.flatten(one) if leaf is not None and (found := _varying(_traits(leaf), count))]
-        for one in (inputs, batch)
+    input_traits, all_traits = (
+        [traits for leaf in tf.nest.flatten(part) if leaf is not None and (traits := _varying(_traits(leaf), count))]
+        for part in (inputs, batch)
     )
-    if not of_all:
+    if not all_traits:
         return batch
-    lengths = np.sum([traits[0] for traits in of_inputs or of_all], axis=0)
-    chosen = _spread(np.stack([column for traits in of_all for column in traits], 1), _by_score(lengths))
+    lengths = np.sum([traits[0] for traits in input_traits or all_traits], axis=0)
+    chosen = _spread(np.stack([trait for traits in all_traits for trait in traits], 1), _by_score(lengths))
     order = [*chosen, *(row for row in range(count) if row not in chosen)]
     return batch if order == list(range(count)) else tf.nest.map_structure(lambda leaf: _in_order(leaf, order), batch)
 
 
 def _varying(traits: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """Return the traits in which rows differ, from 0 to 1 each."""
-    return [(one - one.min()) / np.ptp(one) for one in traits if len(one) == count and np.ptp(one) > 0]
+    """Return the traits in which rows differ, scaled to [0, 1]."""
+    return [(trait - trait.min()) / np.ptp(trait) for trait in traits if len(trait) == count and np.ptp(trait) > 0]
 
 
 def _by_score(score: np.ndarray) -> list[int]:
-    """Return four different rows, or two, in the order of a score: of the least, of the greatest, of two between."""
+    """Return up to four rows with evenly spaced scores, from the lowest to the highest."""
     values, chosen = np.unique(score), list[int]()
     for number in range(min(_NUM_IN_HALVES, len(score))):
-        wanted = values[round(number * (len(values) - 1) / (_NUM_IN_HALVES - 1))]
-        rows = [row for row in np.flatnonzero(score == wanted).tolist() if row not in chosen]
+        value = values[round(number * (len(values) - 1) / (_NUM_IN_HALVES - 1))]
+        rows = [row for row in np.flatnonzero(score == value).tolist() if row not in chosen]
         chosen += rows[:1]
     return chosen
 
 
 def _traits(leaf: Any) -> list[np.ndarray]:
-    """Return numbers of each row: of its values, zeros, negative and missing ones, and of those of the last class."""
+    """Return counts for each row: of stored values, or of zeros, of negative and of missing or largest values."""
     if isinstance(leaf, tf.RaggedTensor):
         return [np.asarray(leaf.row_lengths(), np.float64)]
     if isinstance(leaf, tf.SparseTensor):
@@ -81,15 +81,15 @@ def _traits(leaf: Any) -> list[np.ndarray]:
     values = values.reshape(len(values), -1)
     if not values.size:
         return []
-    found = [values == 0]
+    flags = [values == 0]
     if values.dtype.kind in "if":
-        found.append(values < 0)
-    found.append(np.isnan(values) if values.dtype.kind == "f" else values == values.max())
-    return [np.count_nonzero(one, axis=1).astype(np.float64) for one in found]
+        flags.append(values < 0)
+    flags.append(np.isnan(values) if values.dtype.kind == "f" else values == values.max())
+    return [np.count_nonzero(flag, axis=1).astype(np.float64) for flag in flags]
 
 
 def _spread(traits: np.ndarray, chosen: list[int]) -> list[int]:
-    """Return some rows, then always the one that is farthest from those before, as long as it differs."""
+    """Add to the chosen rows, again and again, the row farthest from them, as long as it differs."""
     distances = np.min([np.abs(traits - traits[row]).sum(1) for row in chosen], axis=0)
     while len(chosen) < NUM_VARIED and distances.max() > 0:
         chosen = [*chosen, int(distances.argmax())]

@@ -1,4 +1,4 @@
-"""The audit: count the examples and steps of each worker before training, and find duplicated and dropped examples."""
+"""Audit sharding before training: count the examples of each worker, and find duplicated and dropped ones."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,20 +19,20 @@ FromContext = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 
 class Audit(NamedTuple):
-    """The examples that a job reads in one epoch, compared with those of one worker alone; `str` formats a table."""
+    """The examples that a job reads in one epoch, compared with those of a single worker; `print` shows a table."""
 
     examples_per_worker: tuple[int, ...]
     steps_per_worker: tuple[int, ...]
-    num_examples: int  # read by one worker alone
-    num_equal: int  # of these, how many are equal to an earlier one, in every part
-    num_duplicates: int  # read more often than by one worker alone
-    num_dropped: int  # read by one worker alone, but not by the job, or less often
-    num_unknown: int  # read by the job, but not by one worker alone
-    first_examples: tuple[str, ...]  # the first few duplicates and drops, as text
+    num_examples: int  # read by a single worker
+    num_equal: int  # of these, how many are equal to an earlier one
+    num_duplicates: int  # read by the job in excess of a single worker
+    num_dropped: int  # read by the job less often than by a single worker, or never
+    num_unknown: int  # read by the job only
+    first_examples: tuple[str, ...]  # the first few duplicated and dropped examples, as text
 
     @property
     def ok(self) -> bool:
-        """Whether the workers together read exactly the examples of one worker alone."""
+        """Whether the workers together read exactly the examples of a single worker."""
         return not (self.num_duplicates or self.num_dropped or self.num_unknown)
 
     def __str__(self) -> str:
@@ -63,29 +63,29 @@ class Audit(NamedTuple):
 
 
 def audit(dataset: tf.data.Dataset | Sharded | FromContext, num_workers: int) -> Audit:
-    """Read one epoch as each worker would, and compare it with the epoch of one worker alone.
+    """Read one epoch as each worker would, and compare it with the epoch of a single worker.
 
-    Examples are compared by their content, labels and weights included. Their order does not matter, so shuffling alone
-    changes nothing. Random augmentation does: seed it, or audit the data without it. A shuffle without a seed, followed
-    by `shard`, gives other examples on every worker.
+    Examples are compared by content, with labels and weights, in any order. Seed random augmentation, or audit the data
+    without it. A typical mistake that the audit finds is a shuffle without a seed before `shard`, which gives the
+    workers overlapping examples.
 
-    With a dataset of global batches, every worker reads all batches and takes its rows of each. Such a dataset is read
-    once, so the audit does not detect a worker that shuffles in another order. A `Sharded` is read in its parts and as
-    a whole. A function is called once for each worker and once for one worker alone.
+    A dataset of global batches is read once, because every worker reads all batches and takes its rows; the audit does
+    not detect workers that shuffle in different orders. A `Sharded` is read shard by shard and as a whole. A function
+    is called for each worker of the job, and for a single worker.
 
-    All data are read about twice, and once more in part after an error. Memory: about 16 bytes per example.
+    All data are read about twice, and in part once more to show wrong examples. Memory: about 16 bytes per example.
 
     Args:
-        dataset: A dataset of global batches, a `Sharded`, or a function from `tf.distribute.InputContext` to the
-            batches of one worker, as `tf.distribute.Strategy.distribute_datasets_from_function` takes it.
+        dataset: A dataset of global batches; a `Sharded`; or a function of `tf.distribute.InputContext` that returns
+            the batches of one worker, as for `tf.distribute.Strategy.distribute_datasets_from_function`.
         num_workers: Number of workers.
 
     Returns:
-        The counts; print it, or look at `ok`.
+        The counts: print them, or check `ok`.
 
     Raises:
-        ValueError: A number of workers below 1, or one that does not divide the shards; an infinite dataset.
-        TypeError: Another kind of input.
+        ValueError: If `num_workers` is below 1 or does not divide the number of shards, or the dataset is infinite.
+        TypeError: If `dataset` is something else.
 
     >>> def same_for_all(context):
     ...     return tf.data.Dataset.range(4).batch(2)
@@ -128,7 +128,7 @@ def _finite(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _audit_batches(dataset: tf.data.Dataset, num_workers: int) -> Audit:
-    """Audit a dataset that all workers read in full: one pass gives the examples of all workers."""
+    """Audit a dataset that every worker reads in full, in one pass for all workers."""
     digests: list[bytearray] = [bytearray() for _ in range(num_workers)]
     num_steps = 0
     for batch in _finite(dataset):
@@ -157,24 +157,24 @@ def _audit_sharded(sharded: Sharded, num_workers: int) -> Audit:
             yield rows
 
     read = [_digests(own_batches(rank)) for rank in range(num_workers)]
-    num_steps = max(steps for _, steps in read)  # a worker runs all steps, also those in which it has no rows
+    num_steps = max(steps for _, steps in read)  # a worker runs all steps, even without rows
     digests = [digests for digests, _ in read]
     return _compare(digests, [num_steps] * num_workers, lambda: without_autotuning(sharded.global_batches()))
 
 
 def _compare(read: list[Digests], steps: list[int], whole: Callable[[], Iterable[Any]]) -> Audit:
-    alone, _ = _digests(whole())
-    contents, positions = np.unique(np.concatenate([alone, *read]), return_inverse=True)
-    counts_alone = np.bincount(positions[: len(alone)], minlength=len(contents))
-    excess = np.bincount(positions[len(alone) :], minlength=len(contents)) - counts_alone
-    known = counts_alone > 0
-    names = {contents[place]: "missing" for place in np.flatnonzero(excess < 0)}
-    names |= {contents[place]: "too many" for place in np.flatnonzero((excess > 0) & known)}
+    expected, _ = _digests(whole())
+    contents, positions = np.unique(np.concatenate([expected, *read]), return_inverse=True)
+    expected_counts = np.bincount(positions[: len(expected)], minlength=len(contents))
+    excess = np.bincount(positions[len(expected) :], minlength=len(contents)) - expected_counts
+    known = expected_counts > 0
+    names = {contents[index]: "missing" for index in np.flatnonzero(excess < 0)}
+    names |= {contents[index]: "too many" for index in np.flatnonzero((excess > 0) & known)}
     return Audit(
         examples_per_worker=tuple(len(digests) for digests in read),
         steps_per_worker=tuple(steps),
-        num_examples=len(alone),
-        num_equal=_num_equal(alone),
+        num_examples=len(expected),
+        num_equal=_num_equal(expected),
         num_duplicates=int(excess[(excess > 0) & known].sum()),
         num_dropped=int(-excess[excess < 0].sum()),
         num_unknown=int(excess[~known].sum()),

@@ -28,23 +28,24 @@ def by_file(
     decode: Callable[..., Any] | None = None,
     finish: Callable[..., Any] | None = None,
 ) -> Sharded:
-    """Shard a dataset by file: shard s reads files s, s + num_shards, ..., and a worker opens only its own files.
+    """Shard a dataset by file, so that each worker opens only its own files.
 
-    Use it when there are several files for each worker, all of about the same size: a smaller shard ends earlier, and
-    the batches after that are smaller.
+    Shard s reads files s, s + num_shards, ... Use several files of about the same size for each worker: if a shard is
+    smaller, the batches after its end are smaller too.
 
     Args:
         files: All files, in the same order on every worker.
-        read_file: From a file's name, a string scalar, to its stored examples; such as `tf.data.TFRecordDataset`.
+        read_file: Function from a file name (a string scalar) to a dataset of stored examples, such as
+            `tf.data.TFRecordDataset`.
         global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`.
         num_shards: Number of shards, at most the number of files; a multiple of the number of workers.
-        shuffle_buffer: Stored examples in the shuffle buffers of all shards together; 0 keeps the order.
-        seed: Fixes the orders.
-        decode: Converts a stored example for Keras, called as `tf.data.Dataset.map` calls; None: nothing to convert.
+        shuffle_buffer: Number of examples in the shuffle buffers of all shards together; 0 keeps the order.
+        seed: Seed of the order.
+        decode: Function for `tf.data.Dataset.map` that decodes a stored example; None if it needs no decoding.
         finish: As for `Sharded`.
 
     Raises:
-        ValueError: Fewer files than shards, and what `Sharded` refuses.
+        ValueError: If there are fewer files than shards, or `Sharded` refuses the numbers.
 
     >>> lines = by_file(["/a", "/b"], tf.data.Dataset.from_tensors, global_batch_size=2, num_shards=2)
     >>> [batch.numpy().tolist() for batch in lines.global_batches()]
@@ -81,22 +82,23 @@ def by_example(
     decode: Callable[..., Any] | None = None,
     finish: Callable[..., Any] | None = None,
 ) -> Sharded:
-    """Shard a dataset by example: shard s takes examples s, s + num_shards, ... before shuffling and decoding.
+    """Shard a dataset by example, so that each worker decodes only its own examples.
 
-    Use it when decoding costs much more than reading: every shard reads all of `dataset`, and discards the examples of
-    other shards. Shards differ by at most one example.
+    Shard s takes examples s, s + num_shards, ... before shuffling and decoding. Use it if decoding costs much more than
+    reading: every shard reads all of `dataset`, and discards the examples of the others. The sizes of the shards differ
+    by at most one.
 
     Args:
-        dataset: Single stored examples, cheap to read, in the same order in every pass: no shuffle, nothing random.
+        dataset: Single stored examples that are cheap to read, in the same order in every pass, without a shuffle.
         global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`.
         num_shards: Number of shards; a multiple of the number of workers.
-        shuffle_buffer: Stored examples in the shuffle buffers of all shards together; 0 keeps the order.
-        seed: Fixes the orders.
-        decode: Converts a stored example for Keras, called as `tf.data.Dataset.map` calls; None: nothing to convert.
+        shuffle_buffer: Number of examples in the shuffle buffers of all shards together; 0 keeps the order.
+        seed: Seed of the order.
+        decode: Function for `tf.data.Dataset.map` that decodes a stored example; None if it needs no decoding.
         finish: As for `Sharded`.
 
     Raises:
-        ValueError: A dataset that begins with other examples in a second pass, and what `Sharded` refuses.
+        ValueError: If a second pass begins with other examples, or `Sharded` refuses the numbers.
 
     >>> numbers = by_example(tf.data.Dataset.range(5), global_batch_size=4, num_shards=2, decode=lambda n: n * 10)
     >>> [batch.numpy().tolist() for batch in numbers.global_batches()]
@@ -111,7 +113,7 @@ def by_example(
 
 
 def _first_examples(dataset: tf.data.Dataset) -> str:
-    """Return the first examples in lines; refuse another order in each pass: shards would overlap and miss examples."""
+    """Return digests of the first examples; refuse a random order, in which shards would overlap and miss examples."""
     if not begins_alike(dataset):
         raise ValueError(
             "Sharding by example reads the dataset once for each shard, in the same order, but two passes over it "

@@ -1,4 +1,4 @@
-"""Digests of the content of each row of a batch, to compare examples, and rows as text."""
+"""Digests of the rows of a batch, to compare examples, and rows as text."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ MAX_SHOWN_CHARACTERS = 100
 
 
 def row_digests(batch: Any) -> Iterator[bytes]:
-    """Yield a digest of each row over all parts of the batch."""
+    """Yield a digest of each row, over all tensors of the batch."""
     for contents in zip(*_leaf_contents(batch), strict=True):
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for content in contents:
@@ -29,7 +29,7 @@ def _leaf_contents(batch: Any) -> list[list[bytes]]:
 
 
 def _contents(leaf: Any, rows: int) -> list[bytes]:
-    """Return each row of a tensor as bytes, which are equal if the rows are."""
+    """Return each row of a tensor as bytes that are equal if the rows are equal."""
     if isinstance(leaf, tf.SparseTensor):
         ordered = tf.sparse.reorder(leaf)
         indices, values = ordered.indices.numpy(), ordered.values.numpy()
@@ -46,7 +46,7 @@ def _contents(leaf: Any, rows: int) -> list[bytes]:
 
 
 def in_words(batch: Any, row: int) -> str:
-    """Return one row of a batch as text, with the first few values of each part.
+    """Format one row of a batch as text, with the first few values of each tensor.
 
     >>> in_words((tf.range(10)[tf.newaxis], tf.constant([3])), 0)
     'int32 [10] 0 1 2 3 ..., 3'

@@ -1,4 +1,4 @@
-"""The batches of shards: joined to global batches, and continued with empty batches after the end of a shard."""
+"""Join the batches of shards to global batches, and pad them with empty batches after the end of a shard."""
 
 import functools
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from tfpar.data.batching.batches import join_batches, num_rows, take_rows
 def pad_with_empty_batches(batches: tf.data.Dataset, reserve: tf.data.Dataset | None) -> tf.data.Dataset:
     """Append infinitely many padding batches, each one example with a count of 0, to batches `(rows, count)`.
 
-    The example is the first of the batches, or that of the reserve if there is no batch at all.
+    The example is the first of the batches, or that of `reserve` if there is no batch.
     """
     spec, _ = batches.element_spec
     nothing = no_rows(spec)
 
-    # TensorFlow 2.21 refuses a ragged tensor as state of scan and reduce, but accepts its component tensors. None has
-    # no tensor.
+    # TensorFlow 2.21 refuses a ragged tensor as state of scan and reduce, but accepts its components.
     def unpacked(rows: Any) -> tuple[tf.Tensor, ...]:
         return tuple(part for part in tf.nest.flatten(rows, expand_composites=True) if part is not None)
 
@@ -27,16 +26,16 @@ def pad_with_empty_batches(batches: tf.data.Dataset, reserve: tf.data.Dataset | 
     def from_reserve() -> Any:
         if reserve is None:
             return nothing
-        found = reserve.map(lambda *rows: unpacked(rows))
-        return packed(found.reduce(unpacked(nothing), lambda _, rows: rows))
+        components = reserve.map(lambda *rows: unpacked(rows))
+        return packed(components.reduce(unpacked(nothing), lambda _, rows: rows))
 
-    # With a signature it is traced once; without one, scan traces it again for each new shape.
+    # The signature keeps scan from tracing it again for each new shape.
     @tf.function(input_signature=[tuple(tf.nest.flatten(spec, expand_composites=True)), batches.element_spec])
     def fill(state: Any, element: tuple[Any, tf.Tensor]) -> tuple[Any, tuple[Any, tf.Tensor]]:
         rows, count = element
-        known = packed(state)
+        earlier = packed(state)
         first = lambda: tf.cond(count > 0, lambda: take_rows(rows, 0, 1), from_reserve)  # noqa: E731
-        example = tf.cond(num_rows(known) > 0, lambda: known, first)
+        example = tf.cond(num_rows(earlier) > 0, lambda: earlier, first)
         return unpacked(example), (tf.cond(count > 0, lambda: rows, lambda: example), count)
 
     ended = tf.data.Dataset.from_tensors((nothing, tf.constant(0, tf.int64))).repeat()
@@ -44,7 +43,7 @@ def pad_with_empty_batches(batches: tf.data.Dataset, reserve: tf.data.Dataset | 
 
 
 def no_rows(spec: Any) -> Any:
-    """Return a batch of zero rows; unknown sizes become 0."""
+    """Return a batch of no rows; unknown sizes become 0."""
 
     def empty(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
@@ -64,7 +63,7 @@ def no_rows(spec: Any) -> Any:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join the rows of all parts to one batch; parts without rows take the sizes of the others."""
+    """Join the rows of the parts to one batch; parts without rows take the sizes of the others."""
 
     def fit(*leaves: Any) -> list[Any]:
         if not isinstance(leaves[0], tf.Tensor) or leaves[0].shape[1:].is_fully_defined():

@@ -1,4 +1,4 @@
-"""Examples in a fixed number of shards: each worker reads only its own shards, with the same global batches.
+"""Examples in a fixed number of shards: each worker reads only its own shards, and the global batches stay the same.
 
 Each shard has its own input pipeline, and a global batch is one batch of each shard. Workers read consecutive shards:
 
@@ -8,8 +8,8 @@ Each shard has its own input pipeline, and a global batch is one batch of each s
     batch 2    [ c   | f f |     | l   ]      the epoch ends when all shards have ended
                  worker 0  |  worker 1        of two workers
 
-The batches depend on the number of shards, not on the number of workers (as with the canonical nodes of MosaicML's
-Streaming).
+The batches depend on the number of shards, not on the number of workers, as with the canonical nodes of MosaicML's
+Streaming.
 """
 
 import functools
@@ -25,27 +25,28 @@ NUM_SHARDS = 8  # divisible by 1, 2, 4 and 8 workers; few enough input pipelines
 
 
 class Sharded:
-    """Global batches in shards, which do not depend on the number of workers; each worker reads its own shards.
+    """Global batches in shards. They do not depend on the number of workers, each of which reads its own shards.
 
-    With shards of unequal size, batches become smaller towards the end of an epoch: no example is dropped or repeated.
+    If the shards have unequal sizes, batches become smaller towards the end of an epoch: no example is dropped or
+    repeated.
 
     Args:
-        make_shard: A function that takes the number of a shard and returns a new dataset of its single examples,
-            structured as for Keras. Random operations in it need a seed, preferably a different one for each shard.
+        make_shard: Function from the number of a shard to a new dataset of its single examples. Random operations in it
+            need a seed, preferably a different one for each shard.
         num_shards: Number of shards; a multiple of the number of workers.
-        global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`, so that all shards
-            advance at the same pace.
-        finish: A function for `tf.data.Dataset.map` on batches of any number of rows; it must compute each row from
-            that row alone. None: the batches stay as they are.
-        change_batches: A function that takes a dataset of the batches of one shard, of up to
-            `global_batch_size / num_shards` rows, and the number of the shard, and returns another dataset: for random
-            changes that are cheaper for many rows at once. None: the batches stay as they are.
-        source: What the shards are read from, such as the names of files, in lines. Workers that differ in it are
-            refused. Empty: nothing is compared.
+        global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`.
+        finish: Function for `tf.data.Dataset.map` on batches of any number of rows; it must compute each row from that
+            row alone. None leaves the batches unchanged.
+        change_batches: Function `(batches, shard)` that transforms the dataset of one shard's batches, of up to
+            `global_batch_size / num_shards` rows, for random changes that are cheaper for many rows at once. None
+            leaves them unchanged.
+        source: What the shards are read from, such as file names, one per line. Workers with different sources are
+            refused; "" compares nothing.
 
     Raises:
-        ValueError: If a number is below 1, `global_batch_size` is no multiple of `num_shards`, or a shard is infinite.
-        TypeError: If `make_shard` returns no dataset.
+        ValueError: If a number is below 1, `global_batch_size` is not a multiple of `num_shards`, or a shard is
+            infinite.
+        TypeError: If `make_shard` does not return a dataset.
 
     >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(shard, 7, 2), num_shards=2, global_batch_size=4)
     >>> [batch.numpy().tolist() for batch in numbers.global_batches()]
@@ -87,11 +88,7 @@ class Sharded:
             raise ValueError("make_shard must return a finite dataset, but shard 0 is infinite: leave out repeat().")
 
     def global_batches(self) -> tf.data.Dataset:
-        """Return the global batches of a job with one worker.
-
-        Returns:
-            A new dataset of batches `[rows, ...]`, which ends after one epoch; `tfpar.data.seek` can move it.
-        """
+        """Return a new dataset of the global batches of one epoch; `tfpar.data.seek` can move it."""
         shards = self._shards(range(self.num_shards))
         batches = _ready(self._batches(shards).map(lambda rows, count: rows))
         num_batches = self.cardinality()
@@ -100,19 +97,19 @@ class Sharded:
     def local_batches(self, rank: int, num_workers: int) -> tf.data.Dataset:
         """Return the local batches of one worker, in the order of the global batches.
 
-        The dataset is infinite: after the end of its shards a worker gets padding batches, for the remaining steps of
-        the other workers. The epoch ends when no worker has rows. A padding batch is a copy of one example, of the
-        worker's first one if it has any, with a count of 0.
+        The dataset is infinite: after the end of its shards, a worker gets padding batches until no worker has rows,
+        which ends the epoch. A padding batch is a copy of one example, the worker's first if it has any, with a count
+        of 0.
 
         Args:
             rank: The rank of the worker, from 0.
             num_workers: Number of workers, a divisor of `num_shards`.
 
         Returns:
-            A new, infinite dataset of `(rows, num_rows)`, `num_rows` an int64 scalar; `tfpar.data.seek` can move it.
+            A new dataset of `(rows, num_rows)`, `num_rows` an int64 scalar; `tfpar.data.seek` can move it.
 
         Raises:
-            ValueError: If `num_shards` is no multiple of `num_workers`, or `rank` is out of range.
+            ValueError: If `num_shards` is not a multiple of `num_workers`, or `rank` is out of range.
         """
         if num_workers < 1 or self.num_shards % num_workers:
             raise ValueError(
@@ -127,11 +124,10 @@ class Sharded:
         return _ready(shard_batches.pad_with_empty_batches(self._batches(self._shards(own)), self._reserve(own)))
 
     def map(self, change: Callable[..., Any]) -> "Sharded":
-        """Return the same shards with a function applied to batches, as `tf.data.Dataset.map` does.
+        """Return the same shards with a function applied to batches, as by `tf.data.Dataset.map`.
 
         Args:
-            change: A function of a batch of any number of rows, with a tuple as several arguments; it must compute each
-                row from that row alone.
+            change: Function of a batch of any number of rows; it must compute each row from that row alone.
 
         >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(2), num_shards=1, global_batch_size=2)
         >>> [batch.numpy().tolist() for batch in numbers.map(tf.negative).global_batches()]
@@ -146,7 +142,7 @@ class Sharded:
         return Sharded(*changes)
 
     def cardinality(self) -> int:
-        """Return the number of global batches of an epoch, or `tf.data.UNKNOWN_CARDINALITY`.
+        """Return the number of global batches in an epoch, or `tf.data.UNKNOWN_CARDINALITY`.
 
         >>> Sharded(lambda shard: tf.data.Dataset.range(5), num_shards=2, global_batch_size=4).cardinality()
         3
@@ -166,24 +162,24 @@ class Sharded:
         return self._num_batches[shard]
 
     def _shards(self, shards: Sequence[int]) -> list[tf.data.Dataset]:
-        """Return new datasets of the batches of some shards: a dataset that shuffles starts again with its seed."""
-        made = []
+        """Return new datasets of the batches of some shards, so that shuffling starts again from the seed."""
+        datasets = []
         for shard in shards:
             batches = self._make_shard(shard).batch(self.global_batch_size // self.num_shards)
-            made.append(batches if self._change_batches is None else self._change_batches(batches, shard))
-            self._num_batches[shard] = int(made[-1].cardinality())
-        return made
+            datasets.append(batches if self._change_batches is None else self._change_batches(batches, shard))
+            self._num_batches[shard] = int(datasets[-1].cardinality())
+        return datasets
 
-    def _batches(self, of_shards: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
-        """Return the joined batches of some shards as `(rows, count)`, until the last of them has ended."""
-        nothing = tf.data.Dataset.from_tensors(shard_batches.no_rows(of_shards[0].element_spec)).repeat()
+    def _batches(self, shards: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
+        """Return the joined batches of some shards as `(rows, count)`, until the last shard ends."""
+        nothing = tf.data.Dataset.from_tensors(shard_batches.no_rows(shards[0].element_spec)).repeat()
 
         def join(*parts: Any) -> tuple[Any, tf.Tensor]:
             rows = shard_batches.join(parts)
             return rows, num_rows(rows)
 
-        # The iterators of all shards are created with the iterator of the joined dataset: seek relies on it.
-        joined = tf.data.Dataset.zip(tuple(of_shard.concatenate(nothing) for of_shard in of_shards))
+        # Creating an iterator of the joined dataset creates those of all shards: seek relies on it.
+        joined = tf.data.Dataset.zip(tuple(shard.concatenate(nothing) for shard in shards))
         batches = joined.map(join, num_parallel_calls=tf.data.AUTOTUNE).take_while(lambda rows, count: count > 0)
         if self._finish is None:
             return batches
@@ -195,17 +191,17 @@ class Sharded:
         return self._finish(*rows) if isinstance(rows, tuple) else self._finish(rows)
 
     def _reserve(self, own: Sequence[int]) -> tf.data.Dataset | None:
-        """Return one example of the other shards; None if they have none, or if the own shards have one."""
+        """Return a dataset of one example of the other shards; None if the own shards are not empty."""
         others = [shard for shard in range(self.num_shards) if shard not in own]
         if not others or any(self._num_batches_of(shard) > 0 for shard in own):
             return None
         example = functools.reduce(lambda first, second: first.concatenate(second), self._shards(others)).take(1)
-        # In a tuple of one element, because map unpacks tuples.
+        # In a tuple, because map would unpack an example that is one.
         return tf.data.Dataset.zip((example,)).map(lambda rows: self._finished(take_rows(rows, 0, 1)))
 
 
 def default_num_shards(global_batch_size: int, limit: int = NUM_SHARDS) -> int:
-    """Return the largest number of shards, up to a limit, that divides the global batch.
+    """Return the largest number of shards, up to `limit`, that divides the global batch.
 
     >>> default_num_shards(64), default_num_shards(60), default_num_shards(7)
     (8, 6, 7)
@@ -220,11 +216,7 @@ def _ready(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def first_batches(dataset: tf.data.Dataset | Sharded, num_batches: int | None) -> tf.data.Dataset | Sharded:
-    """Return the first batches of an epoch.
-
-    Args:
-        dataset: Global batches.
-        num_batches: Number of batches; None returns the dataset unchanged.
+    """Return the first `num_batches` global batches of an epoch; None returns the dataset unchanged.
 
     >>> [int(batch) for batch in first_batches(tf.data.Dataset.range(9), 2)]
     [0, 1]

@@ -1,1 +1,1 @@
-"""Where examples come from: a module a source."""
+"""The data sources, one module each."""

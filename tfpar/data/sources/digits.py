@@ -1,4 +1,4 @@
-"""A TFDS builder over scikit-learn's bundled digits: real images that need no download."""
+"""A TFDS builder for scikit-learn's bundled digits, real images that need no download."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -9,10 +9,10 @@ TEST_EVERY = 6
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """1,797 handwritten digits, 8x8 grey, in ten classes; 1,497 to train and 300 to test, in four shards each.
+    """1,797 handwritten digits, 8x8 grey, in ten classes: 1,497 to train and 300 to test, in four shards each.
 
-    Every sixth image (0, 6, 12, ...) in the order of scikit-learn is for testing, the others are for training. So there
-    are 25 to 33 test images of each digit. The original values 0..16 are scaled to 0..255.
+    Every sixth image (0, 6, 12, ...) in scikit-learn's order is for testing, which gives 25 to 33 test images of each
+    digit. The original values 0..16 are scaled to 0..255.
 
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998,
     https://doi.org/10.24432/C50P49; scikit-learn bundles its test part (`sklearn.datasets.load_digits`).
@@ -43,7 +43,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         return {"train": self._generate_examples(test=False), "test": self._generate_examples(test=True)}
 
     def _generate_examples(self, test: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-        from sklearn.datasets import load_digits  # needed once in a machine's life, and slow to import
+        from sklearn.datasets import load_digits  # needed once per machine, and slow to import
 
         digits = load_digits()
         images = (digits.images * (255 / 16)).round().astype("uint8")[..., None]

@@ -7,13 +7,13 @@ from pathlib import Path
 from tfpar import config
 from tfpar.messages import received
 
-# Fixed, not tuned: the order of the examples must be the same on every machine.
+# Not tuned, because the order of the examples must be the same on every machine.
 FILES_AT_ONCE = 16
 EXAMPLES_IN_A_ROW = 16
 
 
-def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
-    """List the files of a split in the order of their names, without hidden ones (`.x`, `_x`).
+def split_files(settings: config.Data, split: str, kind: str) -> list[Path]:
+    """List the files of a split, sorted by name, without hidden ones (`.x`, `_x`).
 
     Args:
         settings: Uses `directory`.
@@ -22,14 +22,14 @@ def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
         kind: Kind of the files for messages, such as "TFRecord".
 
     Raises:
-        FileNotFoundError: No such folder, or no file of the split.
+        FileNotFoundError: If there is no such folder, or no file of the split.
 
-    >>> of_split(config.Data(source="table", directory="/no/where"), "train", "table")
+    >>> split_files(config.Data(source="table", directory="/no/where"), "train", "table")
     Traceback (most recent call last):
     FileNotFoundError: data.directory must be a folder of table files, but /no/where is not a folder: correct the path.
     """
     folder = directory(settings, f"{kind} files")
-    if any(sign in split for sign in "*?["):
+    if any(character in split for character in "*?["):
         if os.path.isabs(split):
             raise ValueError(
                 f"A pattern of files must be relative to {folder}, received the absolute path {received.toml(split)}: "
@@ -40,14 +40,14 @@ def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
         candidates = _visible(folder / split)
     else:
         candidates = [path for path in _visible(folder) if _is_of(path, split)]
-    found = [path for path in candidates if path.is_file()]
-    if not found:
+    files = [path for path in candidates if path.is_file()]
+    if not files:
         raise FileNotFoundError(
             f"{received.path(folder, received.COLUMNS)} holds no {kind} files of split {received.toml(split)}. A split "
             "is a sub-folder, the beginning of file names or a pattern; there are: "
             f"{received.excerpt(', '.join(_splits(folder)) or 'no files at all')}."
         )
-    return found
+    return files
 
 
 def directory(settings: config.Data, content: str) -> Path:
@@ -61,7 +61,7 @@ def directory(settings: config.Data, content: str) -> Path:
         FileNotFoundError: If there is no such folder.
     """
     folder = Path(os.path.expanduser(settings.directory or ""))
-    # os.path answers False where pathlib raises, as for a name that is too long for the system.
+    # Unlike pathlib, os.path does not raise for a name that is too long.
     if not settings.directory or not os.path.isdir(folder):
         is_file = os.path.isfile(folder)
         raise FileNotFoundError(
@@ -80,7 +80,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether a name begins with the split's name as a whole word: `train-0.tfrecord`, not `training.txt`."""
+    """Return whether a file name begins with the split as a whole word: `train-0.tfrecord`, not `training.txt`."""
     return path.name.startswith(split) and not path.name[len(split) : len(split) + 1].isalpha()
 
 

@@ -1,4 +1,4 @@
-"""Selection of the validation examples by a hash, the same on every machine and in every run."""
+"""Hold out validation examples by a hash, so that they are the same on every machine and in every run."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,48 +13,43 @@ Part = Literal["all", "train", "validation"]  # of a split with a validation sha
 NUM_BUCKETS = 1_000_000
 
 
-def of_settings(settings: config.Data, split: Callable[[config.Data, str, Part], Split]) -> tuple[Split, Split | None]:
-    """Return the training and the validation examples, of two splits or of the two parts of one.
+def train_and_validation(settings: config.Data, read: Callable[[str, Part], Split]) -> tuple[Split, Split | None]:
+    """Return the training and validation examples: two splits, or two parts of one.
 
     Args:
         settings: Uses `train_split`, `validation_split` and `validation_share`.
-        split: Returns a part of a split by its name.
+        read: Returns a part of a split, given its name.
     """
     if settings.validation_share is not None:
-        name = settings.train_split
-        return split(settings, name, "train"), split(settings, name, "validation")
+        return read(settings.train_split, "train"), read(settings.train_split, "validation")
     validation = settings.validation_split
-    train = split(settings, settings.train_split, "all")
-    return train, None if validation is None else split(settings, validation, "all")
+    return read(settings.train_split, "all"), None if validation is None else read(validation, "all")
 
 
-def keeps(numbers: tf.Tensor, origin: str | tf.Tensor, part: Part, share: float | None) -> tf.Tensor:
-    """Return which examples belong to a part.
+def in_part(indices: tf.Tensor, origin: str | tf.Tensor, part: Part, share: float | None) -> tf.Tensor:
+    """Return which examples belong to a part, booleans `[rows]`.
 
     Args:
-        numbers: Integers `[rows]`, the indices of the examples in their file.
-        origin: The name of that file; the hash covers both name and index.
+        indices: Integers `[rows]`, the indices of the examples in their file.
+        origin: The name of the file; the hash covers both name and index.
         part: The part.
         share: Fraction of the examples for validation.
 
-    Returns:
-        Booleans `[rows]`.
-
-    >>> validation = keeps(tf.range(10_000), "rows.csv", "validation", 0.2)
+    >>> validation = in_part(tf.range(10_000), "rows.csv", "validation", 0.2)
     >>> round(float(tf.reduce_mean(tf.cast(validation, tf.float32))), 1)
     0.2
-    >>> bool(tf.reduce_all(validation != keeps(tf.range(10_000), "rows.csv", "train", 0.2)))
+    >>> bool(tf.reduce_all(validation != in_part(tf.range(10_000), "rows.csv", "train", 0.2)))
     True
     """
     if share is None or part == "all":
-        return tf.ones_like(numbers, tf.bool)
-    names = tf.strings.join([tf.as_string(numbers), origin], separator=" of ")
+        return tf.ones_like(indices, tf.bool)
+    names = tf.strings.join([tf.as_string(indices), origin], separator=" of ")
     held_out = tf.strings.to_hash_bucket_fast(names, NUM_BUCKETS) < round(share * NUM_BUCKETS)
     return held_out if part == "validation" else ~held_out
 
 
 def name_hash(name: str) -> int:
-    """Return a hash of 64 bits for a name; Python's own hash differs between processes.
+    """Return a 64-bit hash of a name, because Python's own hash differs between processes.
 
     >>> name_hash("cat/1.jpg") == name_hash("cat/1.jpg")
     True

@@ -1,4 +1,4 @@
-"""Folders of images, a sub-folder for each class, as `keras.utils.image_dataset_from_directory` reads them.
+"""Folders of images with a sub-folder for each class, as for `keras.utils.image_dataset_from_directory`.
 
 photos/train/cat/1.jpg          data.directory = "photos"
 photos/train/dog/a/2.png        classes in the order of their names: cat 0, dog 1
@@ -22,7 +22,7 @@ from tfpar.messages.reasons import reason_of
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 CHANNELS = {"grayscale": 1, "rgb": 3, "rgba": 4}
-# Formats that TensorFlow does not decode to this number of channels, by their first bytes.
+# First bytes of the formats that TensorFlow does not decode to a number of channels.
 OTHER_CHANNELS = {1: (b"BM", b"GIF"), 4: (b"\xff\xd8", b"GIF")}
 UNREADABLE = re.compile(r"DecodeImage|decode_image|Invalid (JPEG|PNG|GIF|BMP) data|Unknown image file format")
 
@@ -30,17 +30,17 @@ Labelled = list[tuple[Path, int]]
 
 
 def read(settings: config.Data) -> tuple[Split, Split | None]:
-    """List the training and the validation images; files are opened when they are decoded.
+    """List the training and validation images, which are decoded to uint8 `[height, width, channels]`.
 
-    Images become uint8 `[height, width, channels]`: Keras' resizing, rounded.
+    They are resized as by Keras, and rounded.
 
     Args:
         settings: Uses the splits, `class_names`, `image_size`, `color_mode`, `interpolation`, `crop_to_aspect_ratio`,
             `pad_to_aspect_ratio` and `shuffle_buffer`.
 
     Raises:
-        FileNotFoundError: No such folder, or no images in it.
-        ValueError: Folders that are no classes.
+        FileNotFoundError: If a folder is missing or has no images.
+        ValueError: If folders do not match the classes.
     """
     folder = _folder(settings, settings.train_split)
     class_names = _class_names(settings, folder)
@@ -55,17 +55,13 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
             _check_classes(other, class_names)
         validation = _split(settings, _list(other, class_names), class_names, f"images in {other}")
     if settings.shuffle_buffer:
-        # In the order of names, a buffer smaller than the folder would hold few classes at a time.
+        # In the order of names, a shuffle buffer smaller than the folder would hold few classes at a time.
         train.sort(key=lambda labelled: name_hash(str(labelled[0].relative_to(folder))))
     return _split(settings, train, class_names, origin), validation
 
 
 def corruption(settings: config.Data) -> str | None:
-    """Return a sentence about the first image that cannot be decoded, or None if all can; reads all images.
-
-    Args:
-        settings: As for `read`.
-    """
+    """Read all images and describe the first that cannot be decoded; return None if there is none."""
     for split in read(settings):
         for path, _ in () if split is None else split.stored:
             try:
@@ -80,10 +76,10 @@ def _folder(settings: config.Data, split: str) -> Path:
     folder = files.directory(settings, "images")
     inside = folder / split
     if not os.path.isdir(inside):
-        there = ", ".join(_sub_folders(folder)) or "none"
+        names = ", ".join(_sub_folders(folder)) or "none"
         raise FileNotFoundError(
             f"A split of images must be a folder of class folders, but {received.path(folder, received.COLUMNS)} has "
-            f"no folder {received.toml(split)}; its folders are: {received.excerpt(there)}. If these are the classes, "
+            f"no folder {received.toml(split)}; its folders are: {received.excerpt(names)}. If these are the classes, "
             'set data.train_split = "." and data.validation_share, such as 0.2; else correct the name of the split.'
         )
     return inside
@@ -94,18 +90,18 @@ def _sub_folders(folder: Path) -> list[str]:
 
 
 def _class_names(settings: config.Data, folder: Path) -> tuple[str, ...]:
-    there = _sub_folders(folder)
-    missing = [name for name in settings.class_names or () if name not in there]
+    sub_folders = _sub_folders(folder)
+    missing = [name for name in settings.class_names or () if name not in sub_folders]
     if missing:
         raise ValueError(
             f'data.class_names must be folders in {folder}, but "{missing[0]}" is not one of them: '
-            f"{close_to(missing[0], there)}"
+            f"{close_to(missing[0], sub_folders)}"
         )
-    class_names = settings.class_names or tuple(there)
+    class_names = settings.class_names or tuple(sub_folders)
     if len(class_names) < 2:
         raise ValueError(
-            f"{folder} must hold a folder for each of at least 2 classes, but it holds: {', '.join(there) or 'none'}. "
-            "Move the images into such folders, or correct data.directory."
+            f"{folder} must hold a folder for each of at least 2 classes, but it holds: "
+            f"{', '.join(sub_folders) or 'none'}. Move the images into such folders, or correct data.directory."
         )
     return class_names
 
@@ -120,17 +116,17 @@ def _check_classes(folder: Path, class_names: Sequence[str]) -> None:
 
 
 def _list(folder: Path, class_names: Sequence[str]) -> Labelled:
-    found = [(path, label) for label, name in enumerate(class_names) for path in _images(folder / name)]
-    if not found:
+    images = [(path, label) for label, name in enumerate(class_names) for path in _images(folder / name)]
+    if not images:
         raise FileNotFoundError(
             f"{folder} holds no images in its class folders {', '.join(class_names)}: their names must end in one of "
             f"{', '.join(FORMATS)}."
         )
-    return found
+    return images
 
 
 def _images(folder: Path) -> list[Path]:
-    """List all images below a folder in the order of their names, without hidden files such as those of macOS."""
+    """List all images below a folder, sorted by name, without hidden files such as those of macOS."""
     return sorted(
         Path(parent) / name
         for parent, _, names in os.walk(folder)
@@ -140,18 +136,19 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _hold_out(images: Labelled, share: float) -> tuple[Labelled, Labelled]:
-    """Hold out a share of every class, the images with the lowest hashes of their names."""
+    """Hold out a share of every class: the images with the lowest hashes of their names."""
     held_out: set[Path] = set()
     for label in {label for _, label in images}:
         own = sorted((path for path, other in images if other == label), key=lambda path: name_hash(path.name))
         held_out.update(own[: round(share * len(own))])
-    parts = [[image for image in images if (image[0] in held_out) == wanted] for wanted in (False, True)]
-    if not all(parts):
+    train = [image for image in images if image[0] not in held_out]
+    validation = [image for image in images if image[0] in held_out]
+    if not (train and validation):
         raise ValueError(
             f"data.validation_share = {share} of {len(images)} images leaves none to "
-            f"{'train' if not parts[0] else 'validate'} on: change the share, or add images."
+            f"{'validate' if train else 'train'} on: change the share, or add images."
         )
-    return parts[0], parts[1]
+    return train, validation
 
 
 def _split(settings: config.Data, images: Labelled, class_names: tuple[str, ...], origin: str) -> Split:
@@ -180,7 +177,9 @@ def _decode(settings: config.Data, path: tf.Tensor) -> tf.Tensor:
     channels = CHANNELS[settings.color_mode]
     contents = tf.io.read_file(path)
     image = tf.cond(
-        tf.reduce_any([tf.strings.substr(contents, 0, len(sign)) == sign for sign in OTHER_CHANNELS.get(channels, ())]),
+        tf.reduce_any(
+            [tf.strings.substr(contents, 0, len(start)) == start for start in OTHER_CHANNELS.get(channels, ())]
+        ),
         lambda: _converted(tf.io.decode_image(contents, 3, expand_animations=False), channels),
         lambda: tf.io.decode_image(contents, channels, expand_animations=False),
     )
@@ -191,7 +190,7 @@ def _decode(settings: config.Data, path: tf.Tensor) -> tf.Tensor:
 
 
 def _converted(rgb: tf.Tensor, channels: int) -> tf.Tensor:
-    """Convert to grayscale, or add an opaque fourth channel."""
+    """Convert RGB to grayscale, or add an opaque fourth channel."""
     if channels == 1:
         return tf.image.rgb_to_grayscale(rgb)
     return tf.concat([rgb, tf.fill([*tf.unstack(tf.shape(rgb)[:2]), 1], tf.constant(255, tf.uint8))], axis=2)

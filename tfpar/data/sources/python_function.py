@@ -1,4 +1,4 @@
-"""Examples from a user's function that returns `tf.data.Dataset`s of single examples, given by its import path."""
+"""Examples from a function of the user, named by its import path, that returns datasets of single examples."""
 
 import importlib
 import inspect
@@ -8,20 +8,20 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.sharding.by_file_or_example import begins_alike
-from tfpar.data.sources.held_out import Part, keeps
+from tfpar.data.sources.held_out import Part, in_part
 from tfpar.data.sources.split import Split
 
 CONTRACT = "a function that returns one tf.data.Dataset of (input, label) examples, or two: (train, validation)"
 
 
 def read(settings: config.Data) -> tuple[Split, Split | None]:
-    """Call `data.function` once, and return its training and validation examples.
+    """Call `data.function` and return its training and validation examples.
 
     Args:
         settings: Uses `function`, `arguments`, `num_classes`, `validation_split` and `validation_share`.
 
     Raises:
-        ValueError: No such function, arguments that it does not take, or another return value than such datasets.
+        ValueError: If there is no such function, it does not take the arguments, or it returns something else.
     """
     name = settings.function or ""
     train, validation = _data_sets(name, _function(name)(**settings.arguments))
@@ -40,20 +40,21 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
 def _function(name: str) -> Any:
     module_name, _, last = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), last)
+        function = getattr(importlib.import_module(module_name), last)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f'data.function must be the import path of {CONTRACT}, received "{name}": {error}.') from error
-    if not callable(found):
-        raise ValueError(f'data.function must be the import path of {CONTRACT}, received "{name}", a {type(found)}.')
+    if not callable(function):
+        raise ValueError(f'data.function must be the import path of {CONTRACT}, received "{name}", a {type(function)}.')
 
     def call(**arguments: Any) -> Any:
+        signature = inspect.signature(function)
         try:
-            inspect.signature(found).bind(**arguments)
+            signature.bind(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"data.arguments must be those of {name}{inspect.signature(found)}: {error}. Correct [data.arguments]."
+                f"data.arguments must be those of {name}{signature}: {error}. Correct [data.arguments]."
             ) from error
-        return found(**arguments)
+        return function(**arguments)
 
     return call
 
@@ -93,7 +94,7 @@ def _split(settings: config.Data, dataset: tf.data.Dataset, part: Part, what: st
         numbered = dataset.enumerate()
 
         def is_own(number: tf.Tensor, example: Any) -> tf.Tensor:
-            return keeps(number[tf.newaxis], "", part, settings.validation_share)[0]
+            return in_part(number[tf.newaxis], "", part, settings.validation_share)[0]
 
         dataset = numbered.filter(is_own).map(lambda number, example: example, num_parallel_calls=tf.data.AUTOTUNE)
         what = "validation share" if part == "validation" else what

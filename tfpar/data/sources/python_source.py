@@ -1,7 +1,7 @@
-r"""The source files of Python's own standard library, byte by byte: real text that every machine has.
+r"""The source files of Python's standard library as bytes: real text that every machine has.
 
-A file gives windows of `context_bytes + 1` bytes, inputs and labels one byte apart. Adjacent windows share one byte, so
-each byte after the first is predicted once. A remainder at the end of a file that is too short for a window is dropped:
+A file gives windows of `context_bytes + 1` bytes, with inputs and labels one byte apart. Adjacent windows share one
+byte, so that each byte after the first is predicted once. A remainder that is too short for a window is dropped:
 
     file      d e f   f ( x ) : \n          context_bytes = 3
     window 0 [d e f  ]                     d e f -> e f _
@@ -10,7 +10,6 @@ each byte after the first is predicted once. A remainder at the end of a file th
 """
 
 import functools
-import hashlib
 import os
 import re
 import sysconfig
@@ -23,12 +22,13 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.sources.files import EXAMPLES_IN_A_ROW, FILES_AT_ONCE
+from tfpar.data.sources.held_out import name_hash
 from tfpar.data.sources.split import Split
 from tfpar.messages import received
 
 NUM_BYTES = 256  # values of one byte, the number of classes
 HELD_OUT_SHARE = 0.1  # of the files, for split "test"
-# Installed packages are not part of the library; its tests are not installed everywhere.
+# Installed packages do not belong to the library, and its tests are not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 _SPLIT = re.compile(r"(train|test)(?:\[(?:([0-9]{1,3})%)?:(?:([0-9]{1,3})%)?\])?")
@@ -38,15 +38,15 @@ def read(settings: config.Data, split: str) -> Split:
     """Read one split of the Python source files: all windows of its files, read on demand.
 
     Args:
-        settings: Uses `directory`, the folder of the files instead of the standard library's, and `context_bytes`.
-        split: "train", or "test" for the files held out; with a share of the files such as `train[:10%]`.
+        settings: Uses `context_bytes`, and `directory` instead of the folder of the standard library.
+        split: "train", or "test" for the held-out files, or a share of them such as `train[:10%]`.
 
     Returns:
-        The split: stored windows uint8 `[context_bytes + 1]`, decoded to inputs and labels int32 `[context_bytes]`.
+        Stored windows, uint8 `[context_bytes + 1]`, decoded to inputs and labels, int32 `[context_bytes]`.
 
     Raises:
-        FileNotFoundError: No folder, or no source files in it.
-        ValueError: A split that cannot be read, or that holds no window.
+        FileNotFoundError: If there is no such folder, or no source file in it.
+        ValueError: If the split has an unknown name or holds no window.
     """
     window_bytes = settings.context_bytes + 1
     counts = {path: (path.stat().st_size - 1) // settings.context_bytes for path in files(settings, split)}
@@ -77,43 +77,44 @@ def read(settings: config.Data, split: str) -> Split:
 def files(settings: config.Data, split: str) -> list[Path]:
     """List the files of a split, in an order that mixes the packages and is the same on every machine.
 
-    The order, and which files are held out, depend on a hash of each name. So a file stays in its split when others are
-    added or removed, and a share of the files is a random sample.
+    The order and the held-out files depend on a hash of each name. So a file stays in its split when others are added
+    or removed, and a share of the files is a random sample.
 
     Args:
         settings: Uses `directory`.
         split: As for `read`.
 
     Raises:
-        FileNotFoundError: No folder, or no source files in it.
-        ValueError: A split that cannot be read.
+        FileNotFoundError: If there is no such folder, or no source file in it.
+        ValueError: If the split has an unknown name.
     """
-    asked = _SPLIT.fullmatch(split)
-    if asked is None:
+    match = _SPLIT.fullmatch(split)
+    if match is None:
         raise ValueError(
             f'A split of Python source files must be "train" or "test", or a share of one such as "train[:10%]", '
             f"received {received.toml(split)}."
         )
     folder = _folder(settings)
-    places = {path: _place(path.relative_to(folder)) for path in folder.rglob("*.py") if _is_source(path, folder)}
-    if not places:
+    paths = [path for path in folder.rglob("*.py") if _is_source(path, folder)]
+    hashes = {path: name_hash(path.relative_to(folder).as_posix()) / 2**64 for path in paths}
+    if not hashes:
         raise FileNotFoundError(
             f"Python source files must be in {folder}, but none was found there: set data.directory to a folder that "
             "holds some."
         )
-    of_split = [path for path, place in places.items() if (place < HELD_OUT_SHARE) == (asked[1] == "test")]
-    of_split.sort(key=lambda path: places[path])
-    begin, end = (len(of_split) * int(percent) // 100 for percent in (asked[2] or 0, asked[3] or 100))
-    return of_split[begin:end]
+    paths = [path for path, hash_ in hashes.items() if (hash_ < HELD_OUT_SHARE) == (match[1] == "test")]
+    paths.sort(key=hashes.__getitem__)
+    begin, end = (len(paths) * int(percent) // 100 for percent in (match[2] or 0, match[3] or 100))
+    return paths[begin:end]
 
 
 def unigram_entropy(batches: Iterable[tuple[Any, Any]]) -> float:
     """Return the entropy of the labels' byte frequencies in bits per byte: the loss of the best model without context.
 
-    Shannon, "A Mathematical Theory of Communication" (1948), section 7: H = - sum p log2 p.
+    H = - sum p log2 p (Shannon, "A Mathematical Theory of Communication", 1948, section 7).
 
     Args:
-        batches: `(inputs, labels)`, labels integers in 0 to 255 of any shape; at least one.
+        batches: At least one batch `(inputs, labels)`; labels are integers from 0 to 255 of any shape.
 
     >>> unigram_entropy([(None, [[0, 1], [2, 3]])])
     2.0
@@ -133,14 +134,8 @@ def _is_source(path: Path, folder: Path) -> bool:
     return path.is_file() and LEFT_OUT.isdisjoint(path.relative_to(folder).parts)
 
 
-def _place(name: Path) -> float:
-    """Return a hash of a name in 0 to 1; Python's own hash differs between processes."""
-    digest = hashlib.blake2b(name.as_posix().encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
-
-
 def _windows(paths: list[Path], context_bytes: int, num_windows: int) -> tf.data.Dataset:
-    """Return all windows of some files, a few files open at a time."""
+    """Return all windows of some files, with a few files open at a time."""
     windows = tf.data.Dataset.from_tensor_slices([str(path) for path in paths]).interleave(
         functools.partial(_windows_of_file, context_bytes=context_bytes),
         cycle_length=min(FILES_AT_ONCE, len(paths)),

@@ -1,4 +1,4 @@
-"""The stored examples of one split, and the checks before the first step of a run."""
+"""The stored examples of one split, and checks of them."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
@@ -11,13 +11,13 @@ from tfpar.messages.suggestions import closest
 
 
 class Column(NamedTuple):
-    """One input column of a table, and what its training rows hold, as far as the settings ask for it.
+    """An input column of a table, with the statistics of its training rows that the settings need.
 
     Args:
         name: Its name in the files.
         dtype: "float32" for numbers; "string" or "int64" for categories.
         mean: The mean, if `data.normalization` is "standard".
-        variance: The variance, likewise.
+        variance: The variance, if `data.normalization` is "standard".
         vocabulary: The sorted categories; None for numbers.
     """
 
@@ -29,10 +29,10 @@ class Column(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One split: its stored examples, and the function that decodes one to `(input, label)`."""
+    """A split: its stored examples, and the function that decodes one to `(input, label)`."""
 
     stored: tf.data.Dataset
-    decode: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None  # None: they are stored as such pairs
+    decode: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None  # None: stored as such pairs
     num_examples: int | None
     num_classes: int | None
     origin: str  # for messages, such as 'split "train" of dataset "mnist"'
@@ -42,16 +42,16 @@ class Split(NamedTuple):
     class_names: tuple[str, ...] | None = None
     # (num_shards, shard) -> stored examples of that shard; None: every num_shards-th of all examples
     read_examples: Callable[[int, int], tf.data.Dataset] | None = None
-    columns: tuple[Column, ...] | None = None  # of a table, whose inputs are packed by type; None: no table
+    columns: tuple[Column, ...] | None = None  # of a table, whose inputs are packed by dtype
 
     def decoded(self) -> tf.data.Dataset:
-        """Return single `(input, label)` pairs in the order of storage."""
+        """Return single `(input, label)` pairs in stored order."""
         if self.decode is None:
             return self.stored
         return self.stored.map(self.decode, num_parallel_calls=num_allowed_cores())
 
     def shard(self, kind: Literal["file", "example", "batch"], num_shards: int, shard: int) -> "Split":
-        """Return one shard of the split, by files or by examples, before decoding; with "batch", the whole split."""
+        """Return one shard of the split, by file or by example, before decoding; for "batch" the whole split."""
         if kind == "batch":
             return self
         read_examples = self.read_examples or self.stored.shard
@@ -61,26 +61,26 @@ class Split(NamedTuple):
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
-    """Return the way out of an unknown name: the closest of `names`, and all of them.
+    """Return the end of a message about an unknown name: the most similar name, and all names.
 
     >>> close_to("colour", ["color", "shape"])
     'did you mean "color"? There are: color, shape.'
     """
     names = list(names)
     near = closest(name, names)
-    there = f"There are: {', '.join(names) or 'none'}."
-    return f'did you mean "{near}"? {there}' if near else f"correct or remove it. {there}"
+    all_names = f"There are: {', '.join(names) or 'none'}."
+    return f'did you mean "{near}"? {all_names}' if near else f"correct or remove it. {all_names}"
 
 
 def check(condition: tf.Tensor, sentence: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Return `value` if the condition holds; otherwise the graph fails with the sentence (see `user_message`)."""
+    """Return `value` if the condition holds; else the graph fails with the sentence (see `user_message`)."""
     with tf.control_dependencies([tf.debugging.Assert(condition, [sentence])]):
         return tf.identity(value)
 
 
 def check_labels(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
-    """Return the labels if all are in 0 .. num_classes - 1; otherwise the graph fails and names the first bad one."""
-    wide = tf.cast(labels, tf.int64)  # num_classes may not fit into the type of the labels
+    """Return the labels if all are in 0 .. num_classes - 1; else the graph fails and names the first bad label."""
+    wide = tf.cast(labels, tf.int64)  # num_classes may not fit into the dtype of the labels
     bad = (wide < 0) | (wide >= num_classes)
     first_bad = tf.reshape(labels, [-1])[tf.argmax(tf.reshape(bad, [-1]))]
     sentence = tf.strings.join(
@@ -95,10 +95,10 @@ def check_labels(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
 
 
 def first_input(split: Split) -> tf.Tensor:
-    """Read and decode the first example, and return its input; check that there is one, and that it has a fixed shape.
+    """Read and decode the first example, and return its input.
 
     Raises:
-        ValueError: No example, or an input without a static shape.
+        ValueError: If there is no example, or the input has no static shape.
     """
     spec = split.decoded().element_spec
     if not all(leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec[0])):

@@ -1,4 +1,4 @@
-"""Regression data, generated when it is read: any number of rows, none of them held in memory."""
+"""Regression data that are generated as they are read: any number of rows, none in memory."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from tfpar.data.batching import blocks
 
-VALUES_PER_COUNTER = 4  # one step of the Philox counter gives four 32-bit numbers
+VALUES_PER_COUNTER = 4  # a step of the Philox counter gives four 32-bit numbers
 PHILOX = 1  # tf.random.Algorithm.PHILOX.value
 BLOCK_ROWS = 8192
-MIN_BLOCKS = 64  # so that a small dataset still has an order to shuffle
+MIN_BLOCKS = 64  # so that a small dataset can still be shuffled
 
 
 class Truth(NamedTuple):
@@ -43,19 +43,19 @@ def regression(
 ) -> tf.data.Dataset:
     """Generate rows of standard normal features and their labels, `y = x w + b + noise`, as they are read.
 
-    A row's content depends on its number and the seed alone, never on the batch size or the epoch: the counter of the
-    Philox generator (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) is set to the row's number.
-    Rows are independent of each other, so an epoch shuffles blocks of up to 8,192 consecutive rows (at least 64 blocks
-    where there are as many batches), which is many times cheaper than shuffling rows.
+    A row depends only on its number and the seed, not on the batch size or the epoch: the counter of the Philox
+    generator (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) is set to the number of the row. Rows
+    are independent of each other, so an epoch shuffles blocks of up to 8,192 consecutive rows (at least 64 blocks, if
+    there are as many batches), which is many times cheaper than shuffling rows.
 
     Args:
         num_examples: Rows in one epoch.
         num_features: Columns of one row.
         noise: Standard deviation of the noise.
         global_batch_size: Rows in one batch; the last may be smaller.
-        seed: Fixes weights, rows and orders.
-        first_row: Number of the first row; another range of numbers is other data with the same truth.
-        shuffle: Whether each epoch has another order.
+        seed: Seed of weights, rows and order.
+        first_row: Number of the first row; other ranges are other data with the same truth.
+        shuffle: Whether to shuffle in each epoch.
 
     Returns:
         Batches `([batch, num_features], [batch, 1])` in float32.

@@ -1,6 +1,6 @@
-"""Tables: files of rows with named columns, as raw columns for a model whose preprocessing is made of Keras' layers.
+"""Tables: files of rows with named columns, for a model that preprocesses raw columns in Keras layers.
 
-Cells are packed by type until they are batched: a row of three tensors is shuffled faster than a row of a hundred.
+Cells are packed by dtype until they are batched, because a row of three tensors shuffles faster than one of a hundred.
 
     row of a file           packed                                            batch for the model
     age  color  price       {"float32": [age, price], "string": [color]}      {"age": [batch, 1], "color": [batch, 1],
@@ -16,23 +16,23 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.config import toml
-from tfpar.data.sources.files import of_split
-from tfpar.data.sources.held_out import Part, keeps, of_settings
+from tfpar.data.sources.files import split_files
+from tfpar.data.sources.held_out import Part, in_part, train_and_validation
 from tfpar.data.sources.split import Column, Split, close_to
 from tfpar.data.sources.table_file import COUNTED, Array, TableFile
 from tfpar.messages import received
 
-MAX_CATEGORIES = 10_000  # of one column: more are no categories but names or numbers
+MAX_CATEGORIES = 10_000  # of one column; more must be names or numbers
 
 
 class Table(NamedTuple):
-    """What the training rows of a table tell about all its rows.
+    """A table as described by its settings and its training rows.
 
     Args:
         settings: The section `data`.
-        dtypes: The type of each input column, then that of the label.
+        dtypes: The dtype of each input column, then that of the label.
         columns: The input columns.
-        class_names: The words of the classes, if the labels are words.
+        class_names: The names of the classes, if labels are words.
         num_rows: The training rows of each file, as far as counted.
     """
 
@@ -44,43 +44,43 @@ class Table(NamedTuple):
 
 
 def read(settings: config.Data) -> tuple[Split, Split | None]:
-    """Read the training and the validation rows of a folder of tables; check the columns of each file.
+    """Read the training and validation rows of a folder of tables; check the columns of each file.
 
     Args:
         settings: Uses the splits, `num_classes`, `normalization` and what `TableFile` uses.
 
     Raises:
-        FileNotFoundError: No such folder, split or file.
-        ValueError: A file that cannot be read, lacks a column, or holds something else in it than the settings say.
+        FileNotFoundError: If there is no such folder, split or file.
+        ValueError: If a file cannot be read, lacks a column, or has a column that does not fit the settings.
     """
     part: Part = "all" if settings.validation_share is None else "train"
     table = _measured(settings, part)
-    return of_settings(settings, lambda _, split, part: _split(table, split, part))
+    return train_and_validation(settings, lambda split, part: _split(table, split, part))
 
 
 def unpacked(columns: Sequence[Column], packed: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Return the columns `[batch, 1]` of rows that are packed by type, by their names.
+    """Unpack rows that are packed by dtype into named columns `[batch, 1]`.
 
     >>> unpacked([Column("x", "float32")], {"float32": tf.constant([[1.0], [2.0]])})["x"].numpy().tolist()
     [[1.0], [2.0]]
     """
     cells = {
-        name: packed[dtype][:, place : place + 1]
+        name: packed[dtype][:, index : index + 1]
         for dtype, names in _groups(columns).items()
-        for place, name in enumerate(names)
+        for index, name in enumerate(names)
     }
     return {column.name: cells[column.name] for column in columns}
 
 
 def _groups(columns: Sequence[Column]) -> dict[str, list[str]]:
-    """Return the names of the columns of each type."""
+    """Return the names of the columns of each dtype."""
     dtypes = dict.fromkeys(column.dtype for column in columns)
     return {dtype: [column.name for column in columns if column.dtype == dtype] for dtype in dtypes}
 
 
 def _files(settings: config.Data, split: str, dtypes: Mapping[str, str] | None = None) -> list[TableFile]:
-    """List the files of a split, whose columns have the types of the first training file."""
-    files = [TableFile(path, settings) for path in of_split(settings, split, "table")]
+    """List the files of a split; check that their columns have the dtypes of the first training file."""
+    files = [TableFile(path, settings) for path in split_files(settings, split, "table")]
     dtypes = dtypes or files[0].dtypes(None)
     inputs = [name for name in dtypes if name != settings.label_key]
     for file in files:
@@ -94,7 +94,7 @@ def _files(settings: config.Data, split: str, dtypes: Mapping[str, str] | None =
 
 
 def _measured(settings: config.Data, part: Part) -> Table:
-    """Read the training rows once for the means and the categories of their columns, if the settings need them."""
+    """Read the training rows once for means and categories of their columns, if the settings need these."""
     files = _files(settings, settings.train_split)
     dtypes = files[0].dtypes(None)
     inputs = tuple(Column(name, dtype) for name, dtype in dtypes.items() if name != settings.label_key)
@@ -131,7 +131,7 @@ def _check_number(name: str, values: set[Any]) -> None:
 
 
 class _Moments:
-    """Mean and variance of a stream of numbers, block by block in float64 (Chan, Golub and LeVeque, 1979)."""
+    """Mean and variance of a stream of numbers, updated by block in float64 (Chan, Golub and LeVeque, 1979)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
@@ -147,7 +147,7 @@ class _Moments:
         self.count = count
 
     def of(self, column: Column, settings: config.Data) -> Column:
-        """Return a column with mean and variance; a constant one has variance 1: it becomes 0 and not infinite."""
+        """Return a column with its mean and variance; a constant one gets variance 1, so that it becomes 0."""
         if settings.normalization != "standard":
             return column
         return column._replace(mean=self.mean, variance=self.squares / self.count if self.squares else 1.0)
@@ -193,7 +193,7 @@ def _signature(table: Table) -> Any:
 def _blocks(
     table: Table, files: Sequence[TableFile], part: Part, num_shards: int, shard: int
 ) -> Iterator[tuple[dict[str, Array], Array]]:
-    """Yield the rows of some files, packed by type, with their labels."""
+    """Yield the rows of some files, packed by dtype, with their labels."""
     groups = _groups(table.columns)
     for file, numbers, cells in _rows(table, files, part, num_shards, shard):
         packed = {dtype: np.stack([cells[name] for name in names], axis=1) for dtype, names in groups.items()}
@@ -203,14 +203,14 @@ def _blocks(
 def _rows(
     table: Table, files: Sequence[TableFile], part: Part, num_shards: int = 1, shard: int = 0
 ) -> Iterator[tuple[TableFile, Array, dict[str, Array]]]:
-    """Yield blocks of checked rows, in the order of the files: file, numbers of the rows in it, cells by name."""
-    num_kept = 0  # by all shards
+    """Yield blocks of checked rows in order: their file, their row numbers in it, and cells by column name."""
+    num_kept = 0  # in all shards
     for file in files:
         first = 0
         for block in file.blocks(table.dtypes):
             numbers = np.arange(first, first + block.num_rows)
             if part != "all":
-                numbers = numbers[keeps(numbers, file.path.name, part, table.settings.validation_share).numpy()]
+                numbers = numbers[in_part(numbers, file.path.name, part, table.settings.validation_share).numpy()]
             num_before, num_kept = num_kept, num_kept + len(numbers)
             own = numbers[(shard - num_before) % num_shards :: num_shards]
             rows = block.take(own - first)
@@ -219,11 +219,11 @@ def _rows(
 
 
 def _labels(table: Table, file: TableFile, values: Array, numbers: Array) -> Array:
-    """Return numbers `[rows, 1]` for a regression, else classes `[rows]`; raise an error at the first that is none."""
+    """Return numbers `[rows, 1]` for a regression, else classes `[rows]`; raise ValueError for an invalid label."""
     names, num_classes, column = table.class_names, table.settings.num_classes, toml.show(table.settings.label_key)
     if names is not None:
-        places = {name: place for place, name in enumerate(names)}
-        classes = np.array([places.get(value, -1) for value in values], np.int32)
+        indices = {name: index for index, name in enumerate(names)}
+        classes = np.array([indices.get(value, -1) for value in values], np.int32)
     elif num_classes is not None:
         is_class = (values >= 0) & (values < num_classes) & (values == np.round(values))
         classes = np.where(is_class, values, -1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""One file of a table, read by `pyarrow.dataset`: its columns, its cells block by block, errors that name a cell."""
+"""A file of a table, read in blocks by `pyarrow.dataset`, with errors that name the cell."""
 
 import contextlib
 import dataclasses
@@ -28,29 +28,29 @@ FORMATS = {
     "parquet": (".parquet", ".pq"),
     "feather": (".feather", ".arrow", ".ipc"),
 }
-COUNTED = ("parquet", "feather")  # the file holds the number of its rows
+COUNTED = ("parquet", "feather")  # formats that store the number of rows
 _NO_NUMBER = re.compile(r"In CSV column #(\d+): (?:Row #(\d+): )?CSV conversion error to double: invalid value '(.*)'")
 
 
 @dataclasses.dataclass(frozen=True)
 class TableFile:
-    """One file of a table.
+    """A file of a table.
 
     Args:
-        path: The file; its name tells its format.
+        path: The file, whose name tells its format.
         settings: Uses `columns`, `category_columns`, `label_key`, `class_names`, `missing_value`, `column_names` and
             `delimiter`.
     """
 
     path: Path
-    settings: config.Data = dataclasses.field(compare=False)  # which cannot be hashed
+    settings: config.Data = dataclasses.field(compare=False)  # not hashable
 
     @property
     def format(self) -> str:
-        """One of `FORMATS`.
+        """The key of `FORMATS`, by the end of the file name.
 
         Raises:
-            ValueError: If the name of the file ends otherwise.
+            ValueError: If the end of the name is unknown.
         """
         name = self.path.name.lower().removesuffix(".gz")
         for file_format, endings in FORMATS.items():
@@ -63,48 +63,48 @@ class TableFile:
         )
 
     def num_rows(self) -> int:
-        """Return the number of rows; CSV and JSON lines files are read for it."""
+        """Return the number of rows; this reads CSV and JSON lines files."""
         with self._naming():
             return int(self._open().count_rows())
 
     def dtypes(self, inputs: Sequence[str] | None) -> dict[str, str]:
-        """Return the types of the input columns and of the label: "float32", "int64" or "string".
+        """Return the dtype of each input column and of the label: "float32", "int64" or "string".
 
         Args:
-            inputs: The input columns of the table; None in its first file, which tells them if the settings do not.
+            inputs: The input columns of the table; None for the first file, which decides if the settings do not.
 
         Raises:
-            ValueError: If the file lacks a column, has other ones, or holds something else in one.
+            ValueError: If the file lacks a column, has extra ones, or has a column of an unsupported type.
         """
         schema = self._open().schema
         with self._naming():
-            names = schema.names  # which are decoded here
+            names = schema.names  # decoded here
         self._check_names(names, inputs)
         inputs = self.settings.columns or inputs or [name for name in names if name != self.settings.label_key]
         return {name: self._dtype(name, schema.field(name).type) for name in (*inputs, self.settings.label_key)}
 
     def _check_names(self, names: Sequence[str], inputs: Sequence[str] | None) -> None:
         label, others = self.settings.label_key, [name for name in names if name != self.settings.label_key]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{self.path} has more than one column {toml.show(twice[0])}: name each once.")
+        if duplicates := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{self.path} has more than one column {toml.show(duplicates[0])}: name each once.")
         if not others:
             raise ValueError(f"{self.path} has no column except the label {toml.show(label)}: add an input column.")
-        wanted = self.settings.columns or inputs or others
-        inner = [name for name in self.settings.category_columns or () if name != label]
+        columns = self.settings.columns or inputs or others
+        categories = [name for name in self.settings.category_columns or () if name != label]
         for key, keys, known in (
             ("label_key", (label,), names),
-            ("columns", wanted, names),
-            ("category_columns", inner, wanted),
+            ("columns", columns, names),
+            ("category_columns", categories, columns),
         ):
             for name in keys:
                 if name not in known:
                     raise ValueError(
-                        f"data.{key} = {toml.show(name)} is no {'input ' * (known is wanted)}column of {self.path}: "
+                        f"data.{key} = {toml.show(name)} is no {'input ' * (known is columns)}column of {self.path}: "
                         f"{close_to(name, known)}"
                     )
-        if self.settings.columns is None and (extra := [name for name in others if name not in wanted]):
+        if self.settings.columns is None and (extra := [name for name in others if name not in columns]):
             raise ValueError(
-                f"All files must have the same columns, but {self.path} has {toml.show(extra[0])} and others have not: "
+                f"All files must have the same columns, but {self.path} has {toml.show(extra[0])} and others do not: "
                 "name the input columns in data.columns."
             )
 
@@ -130,13 +130,13 @@ class TableFile:
         )
 
     def blocks(self, dtypes: Mapping[str, str]) -> Iterator["pyarrow.RecordBatch"]:
-        """Yield columns block by block, in the order of the rows; a few blocks are in memory at a time.
+        """Yield the columns in blocks of rows, in order, with a few blocks in memory at a time.
 
         Args:
-            dtypes: The types of the columns by their names.
+            dtypes: The dtypes of the columns by name.
 
         Raises:
-            ValueError: If the file is corrupt, or a cell of a CSV file is no number.
+            ValueError: If the file is corrupt, or a cell of a CSV file is not a number.
         """
         with self._naming():
             scanner = self._open(dtypes).scanner(
@@ -145,16 +145,16 @@ class TableFile:
             yield from scanner.to_batches()
 
     def cells(self, column: "pyarrow.Array", name: str, dtype: str, numbers: Array) -> Array:
-        """Return the cells of a column, empty ones filled.
+        """Convert the cells of a column, and fill empty ones with `missing_value`.
 
         Args:
-            column: The cells as stored.
-            name: Of the column.
-            dtype: Its type.
-            numbers: For each cell the number of its row, from 0.
+            column: The stored cells.
+            name: The name of the column.
+            dtype: Its dtype.
+            numbers: The row number of each cell, from 0.
 
         Raises:
-            ValueError: At the first cell that is empty or no finite number.
+            ValueError: If a cell is empty or not a finite number.
         """
         values = self._converted(column, dtype)
         empty = column.is_null().to_numpy(zero_copy_only=False)
@@ -173,11 +173,7 @@ class TableFile:
         return values
 
     def row(self, number: int) -> str:
-        """Return the place of a row for messages; the header of a CSV file counts, as it does for pyarrow.
-
-        Args:
-            number: The number of the row, from 0.
-        """
+        """Return the position of row `number`, from 0, for messages; the header of a CSV file counts as a row."""
         has_header = self.format == "csv" and self.settings.column_names is None
         return f"{self.path}, row {number + 1 + has_header}"
 
@@ -193,7 +189,7 @@ class TableFile:
                 return np.array(column.cast(pyarrow.float64(), safe=False)).astype(np.float32)
 
     def _open(self, dtypes: Mapping[str, str] | None = None) -> "pyarrow.dataset.Dataset":
-        """Open the file; cells of text files are read as these types, and not as what the first of them look like."""
+        """Open the file; `dtypes` replaces the types that pyarrow infers from the first cells of text files."""
         import pyarrow.csv
         import pyarrow.dataset
         import pyarrow.json
@@ -228,12 +224,12 @@ class TableFile:
             raise ValueError(self._problem(str(error))) from None
 
     def _problem(self, message: str) -> str:
-        if found := _NO_NUMBER.search(message):
-            name = (self.settings.column_names or self._open().schema.names)[int(found[1])]
+        if match := _NO_NUMBER.search(message):
+            name = (self.settings.column_names or self._open().schema.names)[int(match[1])]
             is_label = name == self.settings.label_key
             way_out = "set data.class_names" if is_label else "leave the column out of data.columns"
             return (
-                f"{self.path}, row {found[2]}: the cell {toml.show(found[3])} of column {toml.show(name)} is not a "
+                f"{self.path}, row {match[2]}: the cell {toml.show(match[3])} of column {toml.show(name)} is not a "
                 f"number: correct it, {way_out}, or name the column in data.category_columns."
             )
         if "invalid UTF8" in message:

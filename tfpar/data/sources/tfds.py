@@ -1,4 +1,4 @@
-"""TensorFlow Datasets by name: tfpar's `digits` without a network, all others downloaded once."""
+"""TensorFlow Datasets by name: tfpar's own `digits` needs no network, all others are downloaded once."""
 
 import contextlib
 import difflib
@@ -34,9 +34,9 @@ def read(settings: config.Data, split: str) -> Split:
         split: A TFDS split, such as `train[:80%]`.
 
     Raises:
-        ValueError: An unknown name, version, split or key.
-        ConnectionError: A dataset that is not prepared and cannot be downloaded.
-        OSError: A folder that cannot be written.
+        ValueError: If a name, version, split or key is unknown.
+        ConnectionError: If the dataset is not prepared and cannot be downloaded.
+        OSError: If the folder cannot be written.
     """
     import tensorflow_datasets as tfds  # slow to import, and only TFDS sources need it
 
@@ -103,12 +103,12 @@ def files(settings: config.Data, split: str) -> list[Path]:
 
 
 def prepared_builder(settings: config.Data) -> Any:
-    """Return the TFDS builder of `settings.name`, with its data on disk; safe to call in several processes at once.
+    """Return the TFDS builder of `settings.name`, with its data on disk; several processes may call it at once.
 
     Raises:
-        ValueError: An unknown name or version.
-        ConnectionError: A dataset that is not prepared and cannot be downloaded.
-        OSError: A folder that cannot be written.
+        ValueError: If the name or version is unknown.
+        ConnectionError: If the dataset is not prepared and cannot be downloaded.
+        OSError: If the folder cannot be written.
     """
     builder = _builder(settings)
     if _is_prepared(builder):
@@ -148,7 +148,7 @@ def _builder(settings: config.Data) -> Any:
 
 
 def _check_name(tfds: Any, name: str, settings: config.Data) -> None:
-    """Look up a name in the installed TFDS and the folder only: TFDS itself would search the network."""
+    """Look up a name in the installed TFDS and in the folder only, because TFDS would search the network."""
     known = tfds.list_builders(with_community_datasets=False)
     folder = os.path.join(os.path.expanduser(settings.directory or tfds.core.constants.DATA_DIR), name)
     if name in known or os.path.isdir(folder):
@@ -198,7 +198,7 @@ def _download_and_prepare(builder: Any) -> None:
     import tensorflow_datasets as tfds
 
     num_shards = NUM_SHARDS if builder.name == OURS else None
-    # Not from the TFDS bucket: without a network, that takes minutes to fail.
+    # Without a network, the TFDS bucket takes minutes to fail.
     download_config = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=num_shards)
     builder.download_and_prepare(download_config=download_config)
 
@@ -211,7 +211,7 @@ def _download_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_offline(builder: Any) -> bool:
-    """Return whether no host of the dataset has an address: TFDS would retry each for minutes before it fails."""
+    """Return whether no host of the dataset has an address; TFDS would retry each for minutes."""
     if urllib.request.getproxies() or _holds_files(Path(builder.data_dir_root) / "downloads"):
         return False
     hosts = {urllib.parse.urlsplit(url).hostname for url in builder.url_infos or ()}
@@ -231,7 +231,7 @@ def _has_address(host: str) -> bool:
 
 @contextlib.contextmanager
 def _one_process_at_a_time(directory: str, name: str) -> Iterator[None]:
-    """Hold a lock file in the folder; the system releases it at the end of the process, even after a failure."""
+    """Lock a file in the folder; the system releases the lock when the process ends, even after a failure."""
     import fcntl  # not on Windows
 
     if "://" in directory:  # a bucket has no locks

@@ -1,4 +1,4 @@
-"""Folders of TFRecord files with declared features: listing, parsing and checking."""
+"""Folders of TFRecord files with declared features."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.batching.autotuning import without_autotuning
-from tfpar.data.sources.files import EXAMPLES_IN_A_ROW, FILES_AT_ONCE, of_split
+from tfpar.data.sources.files import EXAMPLES_IN_A_ROW, FILES_AT_ONCE, split_files
 from tfpar.data.sources.split import Split, check
 
 _STORED_TYPES = {
@@ -31,8 +31,8 @@ def read(settings: config.Data, split: str) -> Split:
         split: A sub-folder of the directory, or the beginning of file names in it.
 
     Raises:
-        FileNotFoundError: No such folder, split or file.
-        ValueError: A file that is no TFRecord file, or a record that does not match the declared features.
+        FileNotFoundError: If there is no such folder, split or file.
+        ValueError: If a file is not a TFRecord file, or a record does not match the declared features.
     """
     _check_declaration(settings)
     paths = files(settings, split)
@@ -57,7 +57,7 @@ def read(settings: config.Data, split: str) -> Split:
 
 def files(settings: config.Data, split: str) -> list[Path]:
     """List the files of a split."""
-    return of_split(settings, split, "TFRecord")
+    return split_files(settings, split, "TFRecord")
 
 
 def _records(paths: list[Path]) -> tf.data.Dataset:
@@ -77,14 +77,14 @@ def _records(paths: list[Path]) -> tf.data.Dataset:
 
 
 def parse(record: tf.Tensor, features: dict[str, config.Feature]) -> dict[str, tf.Tensor]:
-    """Parse one serialized `tf.train.Example` to its declared features, and decode images.
+    """Parse a serialized `tf.train.Example` into its declared features, and decode images.
 
     Args:
         record: A string scalar.
-        features: The declared features; an Example stores only float32, int64 and bytes, other types are cast.
+        features: The declared features. An Example stores only float32, int64 and bytes; other types are cast.
 
     Returns:
-        A tensor for each feature, of the declared type (images: uint8) and shape.
+        A tensor for each feature, of the declared dtype (images: uint8) and shape.
     """
     parsed = tf.io.parse_single_example(record, {key: _stored(feature) for key, feature in features.items()})
     return {key: _value(key, parsed[key], feature) for key, feature in features.items()}
@@ -99,9 +99,9 @@ def _value(key: str, stored: tf.Tensor, feature: config.Feature) -> tf.Tensor:
     if feature.dtype not in _IMAGES:
         return tf.cast(stored, feature.dtype) if feature.dtype != "string" else stored
     image = _IMAGES[feature.dtype](stored, channels=feature.shape[2])
-    found = tf.strings.reduce_join(tf.strings.as_string(tf.shape(image)), separator=" x ")
+    size = tf.strings.reduce_join(tf.strings.as_string(tf.shape(image)), separator=" x ")
     declared = " x ".join(map(str, feature.shape))
-    sentence = tf.strings.join([f"Images of {key} must be {declared} as data.features declares, but one is ", found])
+    sentence = tf.strings.join([f"Images of {key} must be {declared} as data.features declares, but one is ", size])
     return tf.ensure_shape(check(tf.reduce_all(tf.shape(image) == feature.shape), sentence, image), feature.shape)
 
 
@@ -130,7 +130,7 @@ def _check_first_record(settings: config.Data, path: Path) -> None:
 
 
 def corruption(path: Path) -> str | None:
-    """Return a sentence about the first corrupt record of a file, or None if there is none."""
+    """Describe the first corrupt record of a file; return None if there is none."""
     num_records = 0
     try:
         for _ in _records([path]):
@@ -143,7 +143,7 @@ def corruption(path: Path) -> str | None:
 
 
 def mismatch(message: str) -> str | None:
-    """Return a sentence for TensorFlow's message about a record without a feature, or of another type or shape."""
+    """Explain TensorFlow's message about a record that lacks a feature, or has it in another type or shape."""
     if missing := re.search(r"Feature: (\S+) \(data type: (\w+)\) is required but could not be found", message):
         key, dtype = missing.groups()
         return f'data.features declares "{key}" ({dtype}), but a record lacks it: correct data.features or the files.'

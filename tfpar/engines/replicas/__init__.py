@@ -1,1 +1,1 @@
-"""The steps of replicas: one program, with collectives inside the step."""
+"""The engines of replicas: one program on every device, with collectives inside the step."""

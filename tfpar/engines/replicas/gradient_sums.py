@@ -1,4 +1,4 @@
-"""Sums over all replicas of dense gradients and of embedding rows, with the result of one device."""
+"""Sums of dense and sparse gradients over all replicas, with the results of one device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tfpar.reduction.replicas import sum_on
 
 
 class ReplicaGradients(NamedTuple):
-    """What one replica computes for an update.
+    """The gradients of one replica, before they are summed.
 
     Args:
-        values: The gradients: tensors, `tf.IndexedSlices` or None; a loss, a scalar, may follow them.
-        variables: The weights that they are gradients of.
-        forward: All results of the forward pass, the loss first; none for gradients that wait for all reads already.
-        example_weight: The weight of an example in losses, a scalar.
-        num_counted: The number of the replica's examples to count in metrics, an int scalar.
-        number: The number of the update among those of the step.
-        own_sums: For some gradients, by index, a function that sums them over all replicas in another way.
+        values: Gradients: tensors, `tf.IndexedSlices` or None; a scalar loss may follow them.
+        variables: Weights that they are gradients of.
+        forward: All results of the forward pass, the loss first; empty if the gradients wait for all reads already.
+        example_weight: Weight of an example in losses, a scalar.
+        num_counted: Number of the replica's examples to count in metrics, an int scalar.
+        number: Index of the update among those of the step.
+        own_sums: Functions, by index of the gradient, that sum some gradients over all replicas in another way.
     """
 
     values: Sequence[Any]
@@ -43,14 +43,14 @@ def sum_gradients(
     compression: str | None,
     owners: Sequence[int] = (),
 ) -> list[Any]:
-    """Sum gradients over all replicas; called in replica context.
+    """Sum gradients over all replicas, in replica context.
 
     Args:
-        gradients: Those of the calling replica.
-        lookups: The lookups of each gradient; None for one that is summed as a dense one.
+        gradients: Gradients of the calling replica.
+        lookups: Lookups of each gradient; None to sum it as a dense gradient.
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce.all_reduce_gradients`.
         compression: As for `tfpar.reduction.gradients.all_reduce.all_reduce_gradients`.
-        owners: For the first gradients, the replica of this process on whose device each is summed; none to all-reduce.
+        owners: Replicas of this process that each sum one of the first gradients; empty to all-reduce all gradients.
     """
     counts = gradients.example_weight, gradients.num_counted
     sent: list[Any] = []

@@ -1,4 +1,4 @@
-"""Objectives on replicas: for each, one reduction of its loss, one all-reduce of gradients and one update."""
+"""Steps of a model with objectives on replicas: a loss reduction, an all-reduce and an update per objective."""
 
 from __future__ import annotations
 
@@ -28,71 +28,68 @@ def train(
     apply: Callable[[keras.Model, Any, list[keras.Variable], Any], None],
     metrics_counted_once: Counting,
 ) -> tf.Tensor:
-    """Run one update for each objective of a model; return the sum of their losses, a scalar.
+    """Run one update per objective of a model; return the sum of their losses, a scalar.
 
     Args:
         model: A built and compiled model.
-        batch: An element of the distributed dataset, `(parts, num_counted, example_weight, num_examples)`.
-        run: Runs a function on every replica with its per-replica batch, as `DataParallel` does.
-        sum_gradients: All-reduces the gradients of a replica, in replica context.
-        apply: Applies an optimizer of the model to weights with their reduced gradients.
-        metrics_counted_once: The context for a forward pass of a replica, in which layers update metrics.
+        batch: Batch of the step, `(batches, num_counted, example_weight, num_examples)`.
+        run: Runs a function on every replica, as `ReplicaRuns.run` does.
+        sum_gradients: Sums the gradients of the replicas, in replica context.
+        apply: Applies an optimizer of the model to weights and their summed gradients.
+        metrics_counted_once: Returns a context for a forward pass that updates the metrics of layers.
     """
     losses = []
     _, _, example_weight, _ = batch
-    for number, one in enumerate(objective.objectives_of(model)):
+    for index, current in enumerate(objective.objectives_of(model)):
 
         def on_replica(
-            part: Any, num_counted: tf.Tensor, one: objective.Objective = one, number: int = number
+            own: Any, num_counted: tf.Tensor, current: objective.Objective = current, index: int = index
         ) -> tuple[tf.Tensor, list[Any]]:
             with metrics_counted_once(model, num_counted):
-                loss, gradients = objective.loss_and_gradients(model, one, part, _counts(part, batch))
-            return loss, sum_gradients(
-                model,
-                ReplicaGradients(
-                    gradients, objective.trained_by(model, one), (loss,), example_weight, num_counted, number
-                ),
-            )
+                loss, gradients = objective.loss_and_gradients(model, current, own, _batch_weights(own, batch))
+            weights = objective.trained_by(model, current)
+            computed = ReplicaGradients(gradients, weights, (loss,), example_weight, num_counted, index)
+            return loss, sum_gradients(model, computed)
 
         with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)
-        apply(model, objective.optimizer_of(model, one), objective.trained_by(model, one), gradients)
+        apply(model, objective.optimizer_of(model, current), objective.trained_by(model, current), gradients)
         losses.append(loss)
     if objective.counts_steps(model):
         keras_optimizer.count_application(model.optimizer)
-    return _count(model, losses, batch, run, training=True)
+    return _update_metrics(model, losses, batch, run, training=True)
 
 
 def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted_once: Counting) -> tf.Tensor:
-    """Evaluate the objectives of a model on a batch and update their metrics; return the sum of their losses, a scalar.
+    """Evaluate the objectives of a model and update their metrics; return the sum of their losses, a scalar.
 
     Args:
         model: A built and compiled model.
-        batch: An element of the distributed dataset.
-        run: Runs a function on every replica with its per-replica batch.
-        metrics_counted_once: The context for a forward pass of a replica, in which layers update metrics.
+        batch: As for `train`.
+        run: As for `train`.
+        metrics_counted_once: As for `train`.
     """
     losses = []
-    for one in objective.objectives_of(model):
+    for current in objective.objectives_of(model):
 
-        def on_replica(part: Any, num_counted: tf.Tensor, one: objective.Objective = one) -> tuple[tf.Tensor]:
+        def on_replica(own: Any, num_counted: tf.Tensor, current: objective.Objective = current) -> tuple[tf.Tensor]:
             with metrics_counted_once(model, num_counted):
-                return (objective.loss_of(one, part, False, _counts(part, batch)),)
+                return (objective.loss_of(current, own, False, _batch_weights(own, batch)),)
 
         with keras_losses.local_losses():
             losses += run(model, on_replica, batch, training=False)
-    return _count(model, losses, batch, run, training=False)
+    return _update_metrics(model, losses, batch, run, training=False)
 
 
-def _counts(part: Any, batch: Any) -> BatchWeights:
+def _batch_weights(own: Any, batch: Any) -> BatchWeights:
     _, _, example_weight, num_examples = batch
-    return BatchWeights(example_weight, data.num_rows(part), num_examples)
+    return BatchWeights(example_weight, data.num_rows(own), num_examples)
 
 
-def _count(model: keras.Model, losses: list[tf.Tensor], batch: Any, run: Run, *, training: bool) -> tf.Tensor:
-    """Update the metrics of the objectives on every replica, each example on one replica alone."""
+def _update_metrics(model: keras.Model, losses: list[tf.Tensor], batch: Any, run: Run, *, training: bool) -> tf.Tensor:
+    """Update the metrics of the objectives, each example on one replica; return the sum of the losses."""
 
-    def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
+    def on_replica(_: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
         def count() -> tf.Tensor:
             return objective.count(model, losses, num_counted)
 

@@ -1,4 +1,4 @@
-"""Data parallelism: every replica holds the model, computes a part of each global batch, and applies the same sums."""
+"""Data parallelism: every replica computes its per-replica batch and applies the same summed gradients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tfpar.data import Sharded
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.one_device import forward, loss_and_gradients
 from tfpar.engines.replicas import objective_steps
-from tfpar.engines.replicas.batch_parts import split_into_parts
 from tfpar.engines.replicas.gradient_sums import ReplicaGradients, sum_gradients
 from tfpar.engines.replicas.own_steps import ReplicaStep
+from tfpar.engines.replicas.per_replica_batches import per_replica_batches
 from tfpar.engines.replicas.replica_runs import ReplicaRuns, not_compiled
 from tfpar.engines.replicas.replica_states import (
-    assign_local_parts,
+    assign_local_states,
     average_statistics,
     layer_metrics_counted_once,
-    local_parts,
+    local_states,
     own_statistics,
     summed_variables,
     update_metrics_once,
@@ -38,7 +38,7 @@ from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
-from tfpar.reduction import objective, own_step
+from tfpar.reduction import metric_logs, objective, own_step
 from tfpar.reduction.gradients.gradient_order import compute_early
 from tfpar.reduction.gradients.indexed_slices import Lookups, kinds_of, lookups_of
 from tfpar.reduction.gradients.row_numbers import Sources
@@ -64,10 +64,10 @@ ABILITIES = Abilities(_WORDS, gathers=True, adds_states=True)
 
 
 class ReplicaEngine(ShardsState):
-    """The steps of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
+    """The engine of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
 
-        global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
-                    └──► part 1 ──► replica 1: forward, backward ──┴─ all-reduce ┴─► optimizer on replica 1
+        global batch ──► batch 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
+                    └──► batch 1 ──► replica 1: forward, backward ──┴─ all-reduce ┴─► optimizer on replica 1
 
     Each replica computes its term of the global loss (see `tfpar.reduction.losses`). The gradients are all-reduced, and
     every replica runs the optimizer on the same sums, so that clipping, accumulation and moving averages equal those
@@ -75,12 +75,12 @@ class ReplicaEngine(ShardsState):
 
     Args:
         strategy: The `tf.distribute` strategy that holds variables and runs functions on the local replicas.
-        pack_bytes: Bytes of a pack of gradients in an all-reduce; None for TensorFlow's default.
+        pack_bytes: Bytes per pack of gradients in an all-reduce; None for TensorFlow's default.
         batch_dependent_layers: "refuse" batch-dependent layers, or "gather" the whole batch for them.
     """
 
     _compression: str | None = None
-    # Whether the replicas of this process communicate through `merge_call` only, which fails at once if one is missing.
+    # Whether replicas communicate only through `merge_call`, which fails at once if a replica does not call it.
     _merges = False
     runs_own_steps = True
     _all_gather: AllGather | None = None
@@ -101,25 +101,26 @@ class ReplicaEngine(ShardsState):
         self._num_local_replicas = len(strategy.extended.worker_devices)
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model and its optimizer are created."""
+        """Return a context that creates variables on all replicas."""
         scope = contextlib.ExitStack()
         scope.enter_context(self._strategy.scope())
-        scope.enter_context(keras_losses_in_call.undivided())  # a Functional model may hold a loss among its operations
+        scope.enter_context(keras_losses_in_call.undivided())  # operations of a Functional model may be losses
         return scope
 
     def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:
         """Split every global batch into per-replica batches, in TensorFlow's input threads, ahead of the step.
 
-        A batch with fewer examples than replicas is not split: every replica computes all of it, with a smaller weight.
-        So no replica runs on an empty batch, which layers and TensorFlow's fused convolutions do not support.
+        A batch with fewer examples than replicas is not split: every replica computes all of it, with a smaller weight
+        per example. Layers and TensorFlow's fused convolutions do not support empty batches.
 
         Args:
-            dataset: Global batches, or examples in shards.
+            dataset: Global batches, or shards of examples.
 
         Returns:
-            Elements `(parts, num_counted, example_weight, num_examples, digest)`: a tuple of one per-replica batch for
-            each local replica, the examples that each counts in metrics, the weight of an example in losses, the size
-            of the global batch, None where no worker has it, and its digest, None where no other worker has it.
+            Elements `(batches, num_counted, example_weight, num_examples, digest)`: a tuple with the per-replica batch
+            of each local replica, the number of examples each counts in metrics, the weight of an example in losses,
+            the size of the global batch (None if no worker has all of it), and its digest (None if no other worker has
+            it).
         """
         if isinstance(dataset, Sharded):
             dataset = dataset.global_batches()
@@ -128,8 +129,8 @@ class ReplicaEngine(ShardsState):
         def split(batch: Any) -> Any:
             first = self.job.rank * self._num_local_replicas
             own = slice(first, first + self._num_local_replicas)
-            parts = split_into_parts(data.with_equal_rows(batch), data.num_rows(batch), self.num_replicas, own)
-            return *parts, digest(batch)
+            batch = data.with_equal_rows(batch)
+            return *per_replica_batches(batch, data.num_rows(batch), self.num_replicas, own), digest(batch)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
         unknown_end = self.job.num_workers > 1 and data.has_unknown_size(dataset)
@@ -144,7 +145,7 @@ class ReplicaEngine(ShardsState):
         return self._runs.setdefault(model, runs)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Find out how replicas give the losses, metrics and states of the whole batch, or refuse the model."""
+        """Study how losses, metrics and states of the replicas combine into those of the whole batch."""
         super().study(model, batch, kind)
         runs = self._runs_of(model)
         runs.begin(model)
@@ -188,29 +189,29 @@ class ReplicaEngine(ShardsState):
         return step.run(self._runs_of(model), batch)
 
     def verdict(self, model: keras.Model) -> Verdict | None:
-        """Return what the study of a model found for training."""
+        """Return the verdict of the study for train steps."""
         return self._runs_of(model).verdict(True) if self.num_replicas > 1 else None
 
     def _abilities(self, kind: str) -> Abilities:
-        """Return what this engine can do in steps of a kind."""
+        """Return how this engine can combine the results of replicas in steps of a kind."""
         return ABILITIES._replace(gathers_layers=self._batch_dependent_layers == "gather")
 
     def _agreed(self, verdict: Verdict) -> Verdict:
-        """Return the verdict on which the workers agree."""
+        """Return a verdict that is equal on all workers."""
         return verdict
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the element without its digest, each per-replica batch for the device of its replica."""
-        parts, *others, _ = element
+        batches, *others, _ = element
         devices = [
             device
-            for part, device in zip(parts, self._strategy.extended.worker_devices, strict=True)
-            for _ in tf.nest.flatten(part)
+            for batch, device in zip(batches, self._strategy.extended.worker_devices, strict=True)
+            for _ in tf.nest.flatten(batch)
         ]
-        return StepBatch((parts, *others), [*devices, *(HOST for _ in tf.nest.flatten(others))])
+        return StepBatch((batches, *others), [*devices, *(HOST for _ in tf.nest.flatten(others))])
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""
+        """Run one update, or one per objective, on a global batch; return the global loss, a scalar."""
         if own_step.overrides(model, "train"):
             return self._run_own_step(model, "train", batch)
         if objective.objectives_of(model):
@@ -221,8 +222,8 @@ class ReplicaEngine(ShardsState):
         runs = self._runs_of(model)
         is_partial, verdict = runs.losses is not None and runs.losses.partial_values, runs.verdict(True)
 
-        def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
-            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+        def on_replica(own: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(own)
             with layer_metrics_counted_once(model, num_counted):
                 loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, runs.call)
             values = [*gradients, loss] if is_partial else gradients
@@ -237,7 +238,7 @@ class ReplicaEngine(ShardsState):
         return loss
 
     def _sum_gradients(self, model: keras.Model, gradients: ReplicaGradients) -> list[Any]:
-        """Sum the gradients of the calling replica, and a loss after them, over all replicas, for an update."""
+        """Sum the gradients of the calling replica over all replicas, and a loss that may follow them."""
         values, forward, recomputes = gradients.values, gradients.forward, keras_model.recomputes(model)
         if self.num_replicas == 1:
             return after_reads(list(values), forward, recomputes)
@@ -253,26 +254,26 @@ class ReplicaEngine(ShardsState):
         return after_reads(_only_owned(sums, owners), (forward, values) if recomputes else forward, False)
 
     def _lookups(self, model: keras.Model, gradients: ReplicaGradients) -> list[Lookups | None]:
-        """Return the lookups of each gradient, of which a loss after them has none."""
+        """Return the lookups of each gradient of an update; None for a dense gradient and for the loss."""
         eager = self._runs_of(model).eager_kinds
         sources, lookups = Sources(), []
-        for place, (gradient, weight) in enumerate(itertools.zip_longest(gradients.values, gradients.variables)):
+        for index, (gradient, weight) in enumerate(itertools.zip_longest(gradients.values, gradients.variables)):
             if tf.executing_eagerly():
-                kinds = eager[gradients.number][place : place + 1] if eager else []
+                kinds = eager[gradients.number][index : index + 1] if eager else []
             else:
                 kinds = kinds_of(gradient, sources)
             lookups.append(lookups_of(gradient, weight, kinds))
         return lookups
 
     def _owners(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[int]:
-        """Return the owner of each weight of an update; none if every replica updates all weights."""
+        """Return the owner of each weight of an update; empty if every replica updates all weights."""
         if self._shards is None:
             return []
         owners = self._shards.owners(model)
         return [owners[id(weight)] for weight in variables]
 
     def _apply(self, model: keras.Model, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
-        """Run an optimizer on every replica, on the local copies of the variables; with shards, on their owners."""
+        """Run an optimizer on all replicas or, if its state is sharded, on the owners of the variables."""
         if variables and self._shards is not None:
             local = [None if sums is None else self._strategy.experimental_local_results(sums) for sums in gradients]
             self._shards.apply(model, optimizer, variables, local)
@@ -286,15 +287,15 @@ class ReplicaEngine(ShardsState):
                 )
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
+        """Update the metrics with a global batch; return the global loss, a scalar."""
         if own_step.overrides(model, "evaluate"):
             return self._run_own_step(model, "evaluate", batch)
         if objective.objectives_of(model):
             return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
         call, verdict = self._runs_of(model).call, self._runs_of(model).verdict(False)
 
-        def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
-            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+        def on_replica(own: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(own)
             with layer_metrics_counted_once(model, num_counted):
                 loss, outputs = forward(model, inputs, targets, weights, call)
             update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
@@ -303,13 +304,22 @@ class ReplicaEngine(ShardsState):
         (loss,) = self._run(model, on_replica, batch, training=False)
         return loss
 
-    def end_call(self, model: keras.Model) -> None:
+    def logs(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        """Average the states of the replicas after train steps, and return the results of `compute_metrics`."""
+        if kind == "train":
+            self._average(model)
+        return self._metric_results(model, kind)
+
+    def _average(self, model: keras.Model) -> None:
         """Average the moving statistics of the replicas."""
         if self.num_replicas > 1:
             average_statistics(self._strategy, own_statistics(model))
 
+    def _metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        return metric_logs.results(model, kind)
+
     def finalize_weights(self, model: keras.Model) -> None:
-        """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
+        """Overwrite the weights on every replica with their moving average, if the optimizer keeps one."""
         for optimizer, variables in objective.updates_of(model):
             if variables and self._shards is not None:
                 self._shards.finalize(model, optimizer)
@@ -317,32 +327,35 @@ class ReplicaEngine(ShardsState):
                 with self.creation_scope(), keras_optimizer.one_device_optimizer():
                     self._strategy.extended.update(
                         variables[0].value,
-                        lambda _, by=optimizer, of=variables: by.finalize_variable_values(of),
+                        lambda _, optimizer=optimizer, variables=variables: optimizer.finalize_variable_values(
+                            variables
+                        ),
                         group=False,
                     )
 
-    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
-        """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this."""
+    def replica_metrics(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+        """Return the metric states of each replica, `[replicas, ...]`, by variable; all workers must call this."""
         variables = summed_variables(model) if self.num_replicas > 1 else []
-        return list(zip(variables, self._gather([local_parts(self._strategy, one) for one in variables]), strict=True))
+        local = [local_states(self._strategy, variable) for variable in variables]
+        return list(zip(variables, self._all_gather_states(local), strict=True))
 
     def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
         return self._runs_of(model).run(model, on_replica, batch, training)
 
-    def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+    def _all_gather_states(self, states: list[np.ndarray]) -> list[np.ndarray]:
         """Return the states of the replicas of all workers, from those of this worker."""
-        return parts
+        return states
 
-    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
-        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
+    def assign_replicas(self, variable: keras.Variable, parts: np.ndarray) -> None:
+        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is unchanged."""
         if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
-            assign_local_parts(self._strategy, variable, parts[self.job.rank * self._num_local_replicas :])
+            assign_local_states(self._strategy, variable, parts[self.job.rank * self._num_local_replicas :])
 
 
 def local_batch(element: Any) -> Any:
     """Return the examples of all local replicas, each example once."""
-    parts, _, example_weight, _, _ = element
-    return parts[0] if example_weight < 1 else data.join_batches(parts)
+    batches, _, example_weight, _, _ = element
+    return batches[0] if example_weight < 1 else data.join_batches(batches)
 
 
 def _global_size(element: Any) -> tf.Tensor:
@@ -350,11 +363,11 @@ def _global_size(element: Any) -> tf.Tensor:
 
 
 def _only_owned(sums: Sequence[Any], owners: Sequence[int]) -> list[Any]:
-    """Return the sums of the calling replica's own weights; for each other weight a scalar, for what must come before.
+    """Keep the sums of the weights that the calling replica owns; a scalar zero replaces each other sum.
 
     Args:
-        sums: The sums of gradients, those of weights first; None for a weight without one.
-        owners: The owner of each weight, its number among the replicas of all workers.
+        sums: Summed gradients, those of weights first; None for a weight without a gradient.
+        owners: Owner of each weight, by its index among the replicas of all workers.
     """
     own = replica_id()
     others = [total is not None and owner != own for total, owner in zip(sums, owners, strict=False)]

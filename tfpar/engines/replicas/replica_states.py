@@ -1,4 +1,4 @@
-"""Metric and layer states on the replicas of a step: each example counts once."""
+"""States of metrics and layers on replicas, in which each example counts once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfpar.reduction.verdict import Verdict
 
 @contextlib.contextmanager
 def layer_metrics_counted_once(model: keras.Model, num_counted: tf.Tensor) -> Iterator[None]:
-    """Restore the metrics of layers after this context if another replica counts the examples."""
+    """Restore the metrics of layers after this context if another replica counts these examples."""
     states = [variable for metric in keras_metrics.own_metrics(model) for variable in metric.variables]
     before = [tf.identity(variable.value) for variable in states]
     yield
@@ -33,14 +33,14 @@ def update_metrics_once(
 ) -> None:
     """Update the metrics with the per-replica batch, unless another replica counts its examples.
 
-    The first replica alone updates metrics that take the whole batch, which all gather.
+    Metrics that need the whole batch are updated on the first replica, with the rows that all replicas gather.
 
     Args:
         model: A compiled model.
         loss: The global loss.
-        num_counted: The number of examples of this replica to count.
-        batch: Inputs, targets, outputs and sample weights of the replica.
-        verdict: What a study found.
+        num_counted: Number of examples of this replica to count.
+        batch: `(inputs, targets, outputs, sample_weight)` of this replica.
+        verdict: The verdict of the study.
     """
     with_all_rows = metric_logs.whole_metrics(model, verdict)
 
@@ -51,7 +51,7 @@ def update_metrics_once(
                 metric_logs.update_metrics(model, *batch, whole=False)
         return tf.constant(True)
 
-    with tf.device(HOST):  # else the host, which launches one of the branches, waits for the device
+    with tf.device(HOST):  # otherwise the host would wait for the device before it launches a branch
         counts_here = num_counted > 0
     tf.cond(counts_here, update, lambda: tf.constant(False))
     if with_all_rows:
@@ -60,15 +60,14 @@ def update_metrics_once(
 
 
 def _update_by_first(model: keras.Model, metrics: Sequence[keras.Metric], batch: Sequence[Any]) -> None:
-    """Update metrics with the whole batch on the first replica."""
     others = metric_logs.other_metrics(model, metrics)
     if replica_id() == 0:
-        with whole_batch.having_all_rows(counts_once=True), metric_logs.not_updated(others):
+        with whole_batch.holding_all_rows(counts_once=True), metric_logs.not_updated(others):
             metric_logs.update_metrics(model, *batch, whole=False)
 
 
 def own_statistics(model: keras.Model) -> list[keras.Variable]:
-    """Return the moving statistics that a replica computes from its own examples."""
+    """Return the moving statistics that each replica computes from its own examples."""
     return [
         variable
         for layer in keras_model.all_layers(model)
@@ -79,28 +78,23 @@ def own_statistics(model: keras.Model) -> list[keras.Variable]:
 
 def summed_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the metric variables that are sums over the replicas."""
-    found = {id(variable): variable for metric in metric_logs.all_metrics(model) for variable in metric.variables}
-    return [variable for variable in found.values() if tf_distribute.is_summed_on_read(variable)]
+    unique = {id(variable): variable for metric in metric_logs.all_metrics(model) for variable in metric.variables}
+    return [variable for variable in unique.values() if tf_distribute.is_summed_on_read(variable)]
 
 
-def local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable) -> np.ndarray:
+def local_states(strategy: tf.distribute.Strategy, variable: keras.Variable) -> np.ndarray:
     """Return the values of a variable on the local replicas, `[replicas, ...]`."""
     return np.stack([copy.read_value().numpy() for copy in strategy.experimental_local_results(variable.value)])
 
 
-def assign_local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable, parts: np.ndarray) -> None:
-    """Assign the values of a variable on the local replicas: the first of `parts`."""
-    for copy, part in zip(strategy.experimental_local_results(variable.value), parts, strict=False):
-        copy.assign(part)
+def assign_local_states(strategy: tf.distribute.Strategy, variable: keras.Variable, states: np.ndarray) -> None:
+    """Assign the first rows of `states` to the copies of a variable on the local replicas."""
+    for copy, state in zip(strategy.experimental_local_results(variable.value), states, strict=False):
+        copy.assign(state)
 
 
 def average_statistics(strategy: tf.distribute.Strategy, statistics: Sequence[keras.Variable]) -> None:
-    """Set moving statistics to their mean over all replicas.
-
-    Args:
-        strategy: The strategy of the replicas.
-        statistics: Variables with a separate value on each replica.
-    """
+    """Set moving statistics, with a separate value on each replica, to their mean over all replicas."""
 
     def average() -> None:
         values = [variable.value.read_value() for variable in statistics]
@@ -113,11 +107,11 @@ def average_statistics(strategy: tf.distribute.Strategy, statistics: Sequence[ke
 
 
 def average_by_examples(states: Sequence[keras.Variable], fraction: tf.Tensor) -> None:
-    """Set states of layers to their mean over all replicas, as the whole batch would; called in replica context.
+    """Set states of layers to their mean over all examples of the global batch, in replica context.
 
     Args:
         states: Variables with a separate value on each replica.
-        fraction: The share of this replica's examples in the global batch, a scalar.
+        fraction: Fraction of the global batch on this replica, a scalar.
     """
     for state in states:
         value = tf.convert_to_tensor(state.value)

@@ -1,4 +1,4 @@
-"""The kinds of sparse gradient rows, read from a trace of the gradients before the first step; nothing runs."""
+"""The kinds of sparse gradient rows, read from a trace of the gradients before the first step."""
 
 from __future__ import annotations
 
@@ -13,32 +13,29 @@ from tfpar import data
 from tfpar._compat.models import keras_losses, keras_model
 from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import keras_variables
-from tfpar.engines.one_device import forward_backward
+from tfpar.engines.one_device import WHOLE_BATCH, forward_backward
 from tfpar.reduction import objective, whole_batch
 from tfpar.reduction.gradients.gradient_addition import spec_of
 from tfpar.reduction.gradients.indexed_slices import Kind, kinds_of
 from tfpar.reduction.gradients.row_numbers import Sources
-from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.replicas import local_replica_id
 
-# Keras layers that look up rows of a weight, or may do so in a user's function; all others multiply their weights.
+# Keras layers that look up rows of a weight, or may do so in a user's function; all other layers multiply.
 _LOOKING_UP = (keras.layers.Embedding, keras.layers.Lambda)
-
-# On one device the divisor of a loss needs no sum over parts.
-_ALL = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
 
 Run = Callable[[Callable[[], None]], Any]
 Gradients = Callable[[Any], Sequence[Any]]
 
 
 def may_look_up(model: keras.Model, batch: Any) -> bool:
-    """Return whether the gradients of a model may be indexed slices, as those of custom layers may be.
+    """Return True if gradients of a model may be `tf.IndexedSlices`.
 
-    A weight that multiplies a sparse output of a layer of Keras, such as `CategoryEncoding(sparse=True)`, is looked up.
+    Lookups have such gradients, and weights that multiply sparse tensors, such as outputs of
+    `CategoryEncoding(sparse=True)`; custom layers may have them.
 
     Args:
         model: A built and compiled model.
-        batch: A batch.
+        batch: A batch, `(inputs, targets, sample_weight)`; the last two are optional.
     """
     layers = keras_model.all_layers(model)
     losses = [loss for loss in keras_losses.flat_losses(model) if not isinstance(loss, str)]
@@ -52,79 +49,79 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
 
 
 @random_state.preserved_random_state()
-def _traced_kinds(gradients: Gradients, batch: Any, run: Run = lambda function: function()) -> list[list[Kind | None]]:
-    """Return the kind of each lookup of each gradient, None for an unknown one.
+def _traced_kinds(gradients: Gradients, batch: Any, run: Run) -> list[list[Kind | None]]:
+    """Return the kind of each lookup of each gradient; None for an unknown kind.
 
     Args:
         gradients: Returns the gradient of each weight for a batch.
-        batch: A batch, `(inputs, targets, sample_weight)` as far as given.
+        batch: A batch, `(inputs, targets, sample_weight)`; the last two are optional.
         run: Runs a function where the gradients are computed.
     """
-    found: list[list[Kind | None]] = []
-    given, size = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None], int(data.num_rows(batch))
+    kinds: list[list[Kind | None]] = []
+    tensors, size = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None], int(data.num_rows(batch))
 
     def traced(leaves: list[Any]) -> None:
         remaining = iter(leaves)
-        part = tf.nest.map_structure(lambda leaf: None if leaf is None else next(remaining), batch)
+        traced_batch = tf.nest.map_structure(lambda leaf: None if leaf is None else next(remaining), batch)
 
         def here() -> None:
             sources = Sources()
             with keras_variables.PenalizedScope(collect_losses=True):
-                found[:] = [kinds_of(one, sources) for one in gradients(part)]
+                kinds[:] = [kinds_of(gradient, sources) for gradient in gradients(traced_batch)]
 
         with whole_batch.Recording().recording(size), keras_losses.local_losses():
             run(here)
 
-    tf.function(traced, autograph=False).get_concrete_function(list(map(spec_of, given)))
-    return found
+    tf.function(traced, autograph=False).get_concrete_function(list(map(spec_of, tensors)))
+    return kinds
 
 
 def eager_kinds(model: keras.Model, batch: Any, run: Run) -> list[list[Kind | None]]:
-    """Return the kind of the rows of each weight in eager gradients, for each objective of a model.
+    """Return the kinds of the sparse gradient rows of a model that runs eagerly.
 
-    An eager gradient lists the rows of all lookups of a weight one after the other. Replicas add them as a dense
-    gradient if the lookups are of several kinds, and if the model cannot be traced.
+    An eager gradient concatenates the rows of all lookups of a weight. Replicas sum it as a dense gradient if the
+    lookups are of several kinds or the model cannot be traced.
 
     Args:
-        model: A built and compiled model; without objectives, its loss is the only objective.
-        batch: A batch, `(inputs, targets, sample_weight)` as far as given.
-        run: Runs a function on every replica, where TensorFlow reads variables with other operations than elsewhere.
+        model: A built and compiled model; without objectives, its loss counts as the only objective.
+        batch: A batch, `(inputs, targets, sample_weight)`; the last two are optional.
+        run: Runs a function on every replica, where TensorFlow reads variables with operations of its own.
 
     Returns:
-        The kind for each weight of each objective; None for a dense gradient.
+        The kind of each weight's gradient, by objective; None for a dense gradient.
     """
-    first = functools.partial(_run_first, run)
-    found = []
+    run_on_first = functools.partial(_run_on_first, run)
+    by_objective = []
     for gradients in _gradients_of(model):
         try:
-            kinds = _traced_kinds(gradients, batch, first)
-        except Exception:  # a model that runs eagerly may need values, or compute something else in a graph
+            kinds = _traced_kinds(gradients, batch, run_on_first)
+        except Exception:  # an eager model may need values, or compute something else in a graph
             kinds = []
-        found.append([_common(of_weight) for of_weight in kinds])
-    return found
+        by_objective.append([_common(kinds_of_weight) for kinds_of_weight in kinds])
+    return by_objective
 
 
-def _run_first(run: Run, function: Callable[[], None]) -> Any:
-    """Run a function on the first replica, and nothing on the others: all have the same lookups."""
+def _run_on_first(run: Run, function: Callable[[], None]) -> Any:
+    """Run a function on the first replica only, as all replicas have the same lookups."""
     return run(lambda: function() if local_replica_id() == 0 else None)
 
 
 def _common(kinds: Sequence[Kind | None]) -> Kind | None:
-    """Return the kind of the rows of several lookups together; those of two shared lookups cannot be told apart."""
-    return kinds[0] if len({*kinds}) == 1 and (len(kinds) == 1 or kinds[0] != "shared") else None
+    """Return the common kind of several lookups; rows of two lookups to merge cannot be told apart."""
+    return kinds[0] if len({*kinds}) == 1 and (len(kinds) == 1 or kinds[0] != "merge") else None
 
 
 def _gradients_of(model: keras.Model) -> Iterator[Gradients]:
-    """Yield functions that compute gradients on one device."""
+    """Yield a function per objective that computes gradients on one device."""
 
-    def of_loss(batch: Any) -> list[Any]:
+    def loss_gradients(batch: Any) -> list[Any]:
         return forward_backward(model, *keras.utils.unpack_x_y_sample_weight(batch))[2]
 
-    def of_objective(one: objective.Objective, batch: Any) -> list[Any]:
-        return objective.forward_backward(model, one, batch, _ALL)[1]
+    def objective_gradients(current: objective.Objective, batch: Any) -> list[Any]:
+        return objective.forward_backward(model, current, batch, WHOLE_BATCH)[1]
 
     objectives = objective.objectives_of(model)
-    for one in objectives:
-        yield functools.partial(of_objective, one)
+    for current in objectives:
+        yield functools.partial(objective_gradients, current)
     if not objectives:
-        yield of_loss
+        yield loss_gradients

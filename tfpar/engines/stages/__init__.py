@@ -1,1 +1,1 @@
-"""The steps of stages and shards: a schedule over the devices of a grid."""
+"""The engines of stages and shards, whose steps follow a schedule on a grid of devices."""

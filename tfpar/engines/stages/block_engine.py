@@ -1,12 +1,12 @@
-"""Sharded weights: each weight on one device, and copies of a block's weights on every device while they are in use.
+"""Sharded weights: each weight is on one device, and the others copy the weights of a block while they use them.
 
     device 0   w0 of device 1 ─► F0   w1 ─► F1   …   w1 ─► B1   w0 ─► B0      F, B: a block forward and backward
-    device 1   w0             ─► F0   w1 of device 0 ─► F1  …                 on the examples of this replica
+    device 1   w0             ─► F0   w1 of device 0 ─► F1  …                 on the per-replica batch
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 3; Zhao et al.,
-"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023. The blocks of a model are its stages, all on
-the device of a replica. The gradients of a block are summed on the devices of its weights, which hold the optimizer's
-state and compute the update.
+"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023. The blocks of a model are its stages, and each
+replica runs all of them on its device. The gradients of a block are summed on the devices of its weights, which hold
+the optimizer state and compute the update.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _WORDS = Words(
 
 
 class BlockEngine(StageEngine):
-    """Data parallelism with `shard="weights"`; see `tfpar.Mirrored` and `tfpar.MultiWorker`.
+    """The engine of `tfpar.Mirrored` and `tfpar.MultiWorker` with `shard="weights"`.
 
     Args:
-        devices: The devices of the replicas; those of several workers with full names.
-        watch: Notices the loss of a worker; None for devices of this machine.
+        devices: Devices of the replicas; full names for several workers.
+        watch: Detects the loss of a worker; None for devices of this machine.
     """
 
     def __init__(self, devices: Sequence[str], watch: WorkerWatch | None = None) -> None:
@@ -54,11 +54,11 @@ class BlockEngine(StageEngine):
 
     @property
     def batch_parts(self) -> tuple[int, str]:
-        """The number of replicas, and their noun."""
+        """Number of replicas, and their noun."""
         return self.num_replicas, "replica"
 
     def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
-        """Return a preview of a step: a row for each device, with the weights that it holds and those of two blocks."""
+        """Return a preview of a step, with a row per device: its own weights and copies of two blocks."""
         self._prepared(model)
         blocks = [sum(cost.weight_bytes for cost in costs) for costs in self._planner.partition_of(model).stage_costs]
         rows = tuple(self._row(model, device, batch, sum(sorted(blocks)[-2:])) for device in self.devices)
@@ -71,27 +71,27 @@ class BlockEngine(StageEngine):
     def _row(self, model: keras.Model, device: str, batch: Any, block_bytes: int) -> ReplicaRow:
         full_name = device if device.startswith("/") else f"/device:{device}"
 
-        def held(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+        def local(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
             return [variable for variable in variables if keras_variables.is_on(variable, full_name)]
 
-        gradient_bytes = sum(map(num_bytes, held(model.trainable_variables)))
-        variables = [*held(model.variables), *held(model.optimizer.variables)]
+        gradient_bytes = sum(map(num_bytes, local(model.trainable_variables)))
+        variables = [*local(model.variables), *local(model.optimizer.variables)]
         return ReplicaRow(
             device=remote_devices.label(device),
             num_examples=-(-int(data.num_rows(batch)) // self.num_replicas),
-            num_parameters=sum(int(weight.value.shape.num_elements()) for weight in held(model.variables)),
+            num_parameters=sum(int(weight.value.shape.num_elements()) for weight in local(model.variables)),
             state_bytes=sum(map(num_bytes, variables)) + gradient_bytes + block_bytes,
             gradient_bytes=sum(map(num_bytes, model.trainable_variables)),
         )
 
 
 class DevicesOfWorkers(NamedTuple):
-    """The devices of all workers of a job, of which the first process uses all.
+    """The devices of all workers of a job, which the first process uses.
 
     Args:
-        names: Their names, full ones with several workers.
-        num_workers: The number of workers.
-        watch: Notices the loss of a worker; None for one.
+        names: Device names; full names for several workers.
+        num_workers: Number of workers.
+        watch: Detects the loss of a worker; None for a single worker.
     """
 
     names: list[str]
@@ -100,14 +100,14 @@ class DevicesOfWorkers(NamedTuple):
 
 
 def devices_of_workers(devices: Sequence[str] | None, form_seconds: float, silence_seconds: float) -> DevicesOfWorkers:
-    """Connect to the workers of a job, and return their devices; without a job those of this machine.
+    """Connect to the workers of a job and return their devices; without a job, those of this machine.
 
-    In other processes than the first it does not return.
+    In a job, it returns in the first process only.
 
     Args:
-        devices: The devices of each worker, such as `["GPU:0"]`; None for all.
-        form_seconds: The time limit for all workers to connect.
-        silence_seconds: The time without a heartbeat after which a worker counts as failed.
+        devices: Devices of each worker, such as `["GPU:0"]`; None for all.
+        form_seconds: Time limit for all workers to connect.
+        silence_seconds: Time without a heartbeat after which a worker counts as failed.
 
     Raises:
         ValueError: If the workers have different kinds of devices, or this process is an evaluator.
@@ -123,8 +123,8 @@ def devices_of_workers(devices: Sequence[str] | None, form_seconds: float, silen
     names = None if devices is None else [name.upper() for name in devices]
     used = [
         device
-        for of_worker in connected.of_workers
-        for device in of_worker
+        for worker_devices in connected.of_workers
+        for device in worker_devices
         if names is None or _name_in_worker(device) in names
     ]
     if names is not None and len(used) < len(names) * job.num_workers:
@@ -141,15 +141,12 @@ def _name_in_worker(device: str) -> str:
 
 
 def check_without_effect(name: str, value: Any, default: Any) -> None:
-    """Refuse a setting of replicas with whole weights.
+    """Raise ValueError if an argument that has no effect with `shard="weights"` is not its default.
 
     Args:
-        name: Its name.
-        value: Its value.
-        default: Its default.
-
-    Raises:
-        ValueError: If the value is not the default.
+        name: Name of the argument.
+        value: Value of the argument.
+        default: Default of the argument.
     """
     if value != default:
         raise ValueError(

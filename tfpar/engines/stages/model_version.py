@@ -1,4 +1,4 @@
-"""The state of a model on which a trace of its layers depends: where its weights are, and the settings of layers."""
+"""Snapshot of the model state a trace depends on: devices of weights and settings of layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import keras
 
 from tfpar._compat.models import keras_model
 from tfpar._compat.variables import keras_variables
-from tfpar.pipeline.partition.layer_settings import settings_of, settings_of_model
+from tfpar.pipeline.partition.layer_settings import model_settings, operation_settings
 
 _IN_TRAINING = (
     keras.layers.Dropout,
@@ -22,14 +22,13 @@ _IN_TRAINING = (
 
 
 class ModelVersion:
-    """The present state of a model on which traces of its layers depend.
+    """Snapshot of the model state a trace of its layers depends on.
 
-    As in Keras, changed settings of a layer, such as its activation, take effect with the next `compile`, or with the
-    first step of a kind since.
+    As in Keras, a changed setting of a layer, such as its activation, takes effect with the next `compile`.
 
     Args:
-        model: A model.
-        counts_variables: Whether a change of their number is a move (LoRA adds some).
+        model: The model.
+        counts_variables: Whether a changed number of variables counts as a move, as LoRA adds some.
     """
 
     def __init__(self, model: keras.Model, counts_variables: bool) -> None:
@@ -43,11 +42,11 @@ class ModelVersion:
         self._traced: dict[bool, dict[str, Hashable]] = {}  # by whether the step trains
 
     def is_moved(self, model: keras.Model) -> bool:
-        """Return whether weights have moved since."""
+        """Return True if weights have moved since the snapshot."""
         return self._memories != self._memories_of(model)
 
     def has_other_settings(self, model: keras.Model) -> bool:
-        """Return whether the model was compiled since, with other settings of its layers than before."""
+        """Return True if the model was compiled again with other settings of its layers; updates the snapshot."""
         if keras_model.compilation(model) is self._compilation:
             return False
         before = self._settings
@@ -55,17 +54,17 @@ class ModelVersion:
         return before != self._settings
 
     def check_settings(self, model: keras.Model, training: bool) -> None:
-        """Refuse the trace of a step with other settings than in the traces of its layers.
+        """Refuse to trace a step with other settings than those of the traced layers.
 
-        Keras traces `fit`, `evaluate` and `predict` each at its first call. The last two have the same traces of layers
-        here, and a preview has those of `fit`.
+        Keras traces `fit`, `evaluate` and `predict` at their first calls. Here `evaluate` and `predict` share the
+        traces of layers, as do `fit` and a preview.
 
         Args:
             model: The model.
             training: Whether the step trains.
 
         Raises:
-            ValueError: If a layer has changed, or an activity regularizer, whose losses are known.
+            ValueError: If a layer or an activity regularizer has changed.
         """
         if _regularizers(model) != self._regularizers:
             raise ValueError(
@@ -88,17 +87,17 @@ class ModelVersion:
 
 
 def _regularizers(model: keras.Model) -> set[int]:
-    """Return the layers with an activity regularizer: a first call may add layers without one."""
+    """Return the ids of layers with an activity regularizer; a first call may add layers without one."""
     return {id(layer) for layer in keras_model.all_layers(model) if layer.activity_regularizer is not None}
 
 
 def _settings_in_steps(model: keras.Model, training: bool) -> dict[str, Hashable]:
-    """Return the settings of the layers of Keras that act in a step, by the path of the layer.
+    """Return the settings of Keras' layers that matter in a step, by path of the layer.
 
-    Attributes of a layer of the user's may change in its own call, as a counter does.
+    Attributes of a custom layer may change in its own call, such as a counter.
     """
     return {
-        layer.path or layer.name: settings_of(layer, with_trainable=False)
+        layer.path or layer.name: operation_settings(layer, with_trainable=False)
         for layer in keras_model.all_layers(model)
         if keras_model.is_of_keras(type(layer))
         and not isinstance(layer, keras.Model)
@@ -107,6 +106,6 @@ def _settings_in_steps(model: keras.Model, training: bool) -> dict[str, Hashable
 
 
 def _settings(model: keras.Model) -> list[Hashable]:
-    """Return the settings of a model, without `trainable`: gradients are computed for each compilation."""
+    """Return the settings of a model without `trainable`, as gradients are traced again with every `compile`."""
     others = [layer for layer in keras_model.all_layers(model) if layer is not model]
-    return [settings_of_model(model), *(settings_of(layer, with_trainable=False) for layer in others)]
+    return [model_settings(model), *(operation_settings(layer, with_trainable=False) for layer in others)]

@@ -1,4 +1,4 @@
-"""The preview of layers that are divided over shards: the bytes of each device, and the layers that stay whole."""
+"""The preview of tensor parallelism without stages: the memory of each device, and the layers that stay whole."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def shards_preview(
     title: str, model: keras.Model, calls: Sequence[Call], sharding: ModelSharding, num_examples: int,
     replicas: Sequence[Sequence[str]],
 ) -> Preview:  # fmt: skip
-    """Return the preview of a step of a model in one stage.
+    """Return the preview of a step in a single stage of shards.
 
     Args:
         title: The first line.
-        model: A model with divided weights.
+        model: A model with sharded weights.
         calls: Its layer calls.
         sharding: Their sharding.
-        num_examples: The size of a batch, of which each device of a replica computes with the part of the replica.
-        replicas: The devices of the shards of each replica.
+        num_examples: The size of a global batch.
+        replicas: The devices of each replica, in the order of the shards.
     """
     num_examples = -(-num_examples // len(replicas))
     rows = tuple(
@@ -35,13 +35,13 @@ def shards_preview(
         for devices in replicas
         for device, same_shard in zip(devices, zip(*replicas, strict=True), strict=True)
     )
-    lines = lines_of(calls, sharding) or ["no layer is divided"]
+    lines = lines_of(calls, sharding) or ["no layer is sharded"]
     share = whole_share(model, calls, sharding.weights, sharding.whole)[1]
     return Preview("\n".join([replicas_table(title, rows, len(replicas)), "", *lines, share]), rows)
 
 
 def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_examples: int) -> ReplicaRow:
-    """Return the row of a device, with the weights of its shard; those of other replicas are copied during a step."""
+    """Return the row of a device. It counts the weights of its shard on all replicas, which a step copies here."""
     optimizer, weights = keras_variables.optimizer_of(model), _on(model.variables, same_shard)
     slots = _on(optimizer.variables if optimizer else (), [device])
     gradient_bytes = sum(map(num_bytes, _on(model.trainable_variables, same_shard)))
@@ -55,6 +55,6 @@ def _shard_row(model: keras.Model, device: str, same_shard: Sequence[str], num_e
 
 
 def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
-    """Return the variables, or pieces of divided ones, on some devices."""
-    pieces = [piece for variable in variables for piece in sharded_memory.pieces_of(variable)]
-    return [piece for piece in pieces if any(keras_variables.is_on(piece, device) for device in devices)]
+    """Return the variables and shards on some devices."""
+    shards = [shard for variable in variables for shard in sharded_memory.shards_of(variable)]
+    return [shard for shard in shards if any(keras_variables.is_on(shard, device) for device in devices)]

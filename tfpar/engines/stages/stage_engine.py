@@ -1,8 +1,9 @@
-"""The steps of a model in stages: pipelines, and grids of replicas, stages and shards."""
+"""The engine of pipelines and of grids of replicas, stages and shards."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +13,12 @@ import tensorflow as tf
 from tfpar import data, process_lock
 from tfpar._compat.graphs import tf_function
 from tfpar._compat.models import keras_model
-from tfpar._compat.optimizers import keras_divided_optimizer
+from tfpar._compat.optimizers import keras_sharded_updates
 from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import keras_variables, keras_weight_placement
+from tfpar.engines.optimizer_shards import LocalCommunicator, OptimizerShards
 from tfpar.engines.preview import Preview
+from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.single_replica import SingleReplica
 from tfpar.engines.stages.shards_preview import shards_preview
 from tfpar.engines.stages.stage_planner import StagePlanner
@@ -28,15 +31,14 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
 from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
-from tfpar.pipeline.execution.other_workers import LocalPart, Peers
+from tfpar.pipeline.execution.other_workers import BatchSizes, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
-from tfpar.pipeline.execution.steps import Apply, PipelineSteps
+from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
 from tfpar.reduction.verdict import Verdict
-from tfpar.sharding import updates
 from tfpar.sharding.rules import Rules
 from tfpar.sharding.stages import groups_of
 from tfpar.sharding.whole_layers import lines_of
@@ -54,9 +56,9 @@ class Settings(NamedTuple):
     """The settings of stages that do not depend on their devices; see `Pipeline`.
 
     Attributes:
-        strategy: What the user wrote, at the beginning of a sentence.
-        words: What the strategy advises in a refusal.
-        has_schedule: Whether stages and micro-batches overlap.
+        strategy: Name of the strategy at the beginning of a sentence.
+        words: Advice of the strategy in error messages.
+        has_schedule: Whether the computation of several stages or micro-batches is scheduled.
     """
 
     balance: Balance | Sequence[int] | Sequence[str] = "parameters"
@@ -70,7 +72,7 @@ class Settings(NamedTuple):
     has_schedule: bool = True
 
 
-class StageEngine(SingleReplica):
+class StageEngine(ShardsState, SingleReplica):
     """The steps of a model in stages, on one replica of a pipeline or several.
 
     Args:
@@ -82,9 +84,10 @@ class StageEngine(SingleReplica):
         job: The workers; None for this process alone.
         shards_weights: Whether the weights are divided over the devices, each with all stages of a replica.
         misfit: Why the workers cannot share the stages, though replicas of them might; None if they can.
+        shards: The owners of the weights among the workers; None if each worker updates all of them.
     """
 
-    compiles_with_xla = False
+    _shards: OptimizerShards
     cuts_model = True
 
     def __init__(
@@ -98,13 +101,14 @@ class StageEngine(SingleReplica):
         job: Job | None = None,
         shards_weights: bool = False,
         misfit: ValueError | None = None,
+        shards: OptimizerShards | None = None,
     ) -> None:
         if job is not None:
             self.job = job
         self._misfit = misfit
         self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
-        if not any("/job:" in device for device in devices):  # a worker that is lost would not answer
+        if not any("/job:" in device for device in devices):  # a lost worker would not answer
             self.step_again = self._step_again
         self._groups = groups_of(devices, settings.num_shards)
         self._planner = StagePlanner(
@@ -121,14 +125,15 @@ class StageEngine(SingleReplica):
             groups=self._groups,
             rules=settings.layout,
         )
+        self._shards = OptimizerShards(Job(), LocalCommunicator()) if shards is None else shards
         self._steps: PerModel[PipelineSteps] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model is created; its weights are allocated with the stages.
+        """Return a context that creates a model without weights, which are allocated with the stages.
 
         Raises:
-            ValueError: If the workers cannot share the stages.
+            ValueError: If the stages do not fit the workers.
         """
         if self._misfit is not None:
             raise self._misfit
@@ -136,47 +141,38 @@ class StageEngine(SingleReplica):
 
     @property
     def device_names(self) -> list[str]:
-        """The devices; those of other workers with their rank."""
+        """Readable names of the devices; those of other workers include their rank."""
         return list(map(remote_devices.label, self.devices))
 
     def _holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is plain, or in pieces where stages have shards."""
+        """Return whether no strategy replicates a variable, and, without shards, whether it is whole."""
         return keras_variables.home_of(variable) is None if self._groups else super()._holds(variable)
-
-    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the slots of divided weights are created in pieces."""
-        if not self._groups:
-            return super().creating_slots(model)
-        return keras_divided_optimizer.creating_divided_slots()
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average, if the optimizer has one."""
-        if self._groups:
-            updates.finalize(model)
-        else:
-            super().finalize_weights(model)
+        self._shards.finalize(model, model.optimizer)
 
     @property
     def chooses_xla(self) -> bool:  # type: ignore[override]
-        """Whether jit_compile="auto" may mean XLA, which compiles stages of one device."""
+        """Whether `jit_compile="auto"` may choose XLA, which compiles stages on one device each."""
         return not self._groups
 
     @property
     def scheduled(self) -> StageEngine | None:
-        """This engine, where micro-batches overlap."""
+        """This engine; None without a schedule."""
         return self if self.settings.has_schedule else None
 
     @property
     def batch_parts(self) -> tuple[int, str]:
-        """The number of micro-batches of a global batch, and their noun."""
+        """Number of micro-batches per global batch, and their noun."""
         return self.schedule.num_microbatches * self.job.num_workers, "micro-batch"
 
     def move_model(self, model: keras.Model) -> None:
-        """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
+        """Move a model here, and place its weights on the devices of their stages if its shapes are known.
 
         Raises:
-            ValueError: If the model cannot be cut into stages, keeps a state for each example, or has variables that
-                are no Keras variables.
+            ValueError: If the model cannot be cut into stages, keeps state per example, or has variables that are not
+                Keras variables.
         """
         super().move_model(model)
         check_parts(model, training=False)
@@ -185,28 +181,33 @@ class StageEngine(SingleReplica):
                 f"{self.settings.strategy} trains with the loss of compile, and {type(model).__name__} has objectives. "
                 "Train it with SingleDevice, or Mirrored or MultiWorker, also with shard='optimizer'."
             )
-        if self._planner.forget_changed(model):
+        if self._planner.drop_changed(model):
             self._steps.pop(model)
         self._planner.place_early(model)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Divide the model into stages with the first batch, and place its weights on their devices.
+        """Cut the model into stages with the first batch, and place its weights on their devices.
 
-        A model that was compiled again keeps its stages; its loss, metrics and optimizer programs are created again.
+        A model that was compiled again keeps its stages; its loss, metrics and optimizer are traced again.
 
         Raises:
-            ValueError: If the model cannot be divided, a layer is batch-dependent, or one is in a `keras.RematScope`.
+            ValueError: If the model cannot be cut, or a layer is batch-dependent or in a `keras.RematScope`.
         """
         with self.job.vote():
             self._check_inputs(model, data.present_inputs(batch))
             if training:
                 _check_no_scope(model)
-        if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
-            self._check_update(model, training)
-            self._steps[model].keep_first(batch, training)
-            return
-        self._planner.plan(model, batch)
-        self._check_update(model, training)
+        is_planned = model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model)
+        if not is_planned:
+            self._planner.plan(model, batch)
+        if training and any(sharding.weights for sharding, _ in self._planner.sharded_stages(model)):
+            _check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.settings.has_schedule}")
+        super().place(model, batch, training)
+        if not is_planned:
+            self._steps[model] = self._new_steps(model)
+        self._steps[model].keep_first(batch, training)
+
+    def _new_steps(self, model: keras.Model) -> PipelineSteps:
         schedule = self._planner.schedule_of(model)
         compiler = StepCompiler(
             self._planner.stages_of(model),
@@ -214,11 +215,15 @@ class StageEngine(SingleReplica):
             self._planner.other_stage_devices(model),
             None if self._peers is None else self.job.agree,
         )
-        self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
-        self._steps[model].keep_first(batch, training)
+        return PipelineSteps(compiler, schedule, self._peers, functools.partial(self._apply, model))
+
+    def _apply(self, model: keras.Model, gradients: Sequence[Any], weights: Sequence[Any]) -> None:
+        """Run the optimizer; of sharded weights the gradients and weights are shards."""
+        sums = [None if gradient is None else (gradient,) for gradient in gradients]
+        self._shards.apply(model, model.optimizer, weights, sums)
 
     def _check_inputs(self, model: keras.Model, present: list[bool]) -> None:
-        """Refuse other optional inputs than in the first batch; divide one stage of shards again for them."""
+        """Refuse other optional inputs than in the first batch; a single stage of shards is planned again instead."""
         before = self._present.setdefault(model, present)
         if before == present or len(before) != len(present):
             return
@@ -228,30 +233,16 @@ class StageEngine(SingleReplica):
                 "places than in the first batch. Use a separate tfpar.Trainer for each kind of batch, or Mirrored."
             )
         self._present[model] = present
-        self._planner.forget(model)
+        self._planner.drop(model)
         self._steps.pop(model)
 
-    def _check_update(self, model: keras.Model, training: bool) -> None:
-        """Refuse an optimizer that cannot update divided weights, and divide what it has of them."""
-        if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
-            updates.check_optimizer(model, f"{self.settings.strategy}{' with num_shards' * self.settings.has_schedule}")
-            updates.place_slots(model)
-
-    def _peers_of(self, model: keras.Model) -> Peers | None:
-        """Return the other workers of a job as the steps of a model need them; None for none."""
-        return self._peers
-
-    def _update_of(self, model: keras.Model) -> Apply | None:
-        """Return the function that runs the optimizer in a step; None for Keras' own on whole weights."""
-        return (lambda gradients, _: updates.apply(model, gradients)) if self._groups else None
-
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
-        """Return the schedule of a model: fewer stages for few layer calls, forward passes first for some losses."""
+        """Return the schedule of a model, which may have fewer stages or run all forward passes first."""
         steps = self._steps.get(model)
         return self._planner.schedule_of(model) if steps is None else steps.schedule
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step; all workers must call it."""
+        """Predict the time of a step from measurements of its stages; all workers must call this."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
@@ -269,16 +260,16 @@ class StageEngine(SingleReplica):
             )
 
     def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
-        """Return the measured stages, the predicted step and its schedule; of shards alone the bytes of each device."""
+        """Return the measured stages and the predicted schedule; without a schedule, the bytes of each device."""
         if not self.settings.has_schedule:
             self._prepared(model)
-            ((layout, stage),) = self._planner.divided_stages(model)
+            ((sharding, stage),) = self._planner.sharded_stages(model)
             num_examples = int(data.num_rows(batch))
-            return shards_preview(title, model, stage.calls, layout, num_examples, list(self._groups.values()))
+            return shards_preview(title, model, stage.calls, sharding, num_examples, list(self._groups.values()))
         prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
         between_workers = describe_traffic(self._planner.grids_of(model))
-        divided = self._planner.divided_stages(model)
-        lines = [line for layout, calls in divided for line in lines_of(calls.calls, layout)]
+        stages = self._planner.sharded_stages(model)
+        lines = [line for sharding, stage in stages for line in lines_of(stage.calls, sharding)]
         table = stages_table(
             prediction.rows,
             prediction.planned,
@@ -288,12 +279,12 @@ class StageEngine(SingleReplica):
             between_workers,
             self.job.num_workers,
             self.settings.num_shards,
-            ["The memory is that of all shards of a stage together.", *lines] if divided else [],
+            ["The memory is that of all shards of a stage together.", *lines] if stages else [],
         )
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Run all actions of a step a few times and measure when each runs; no weight changes."""
+        """Run the actions of a step a few times and measure when each runs; no weight changes."""
         steps = self._prepared(model)
         self._planner.check_settings(model, training=True)
         with process_lock.ProcessLock(), self.step_context(), self._revealed(model, batch):
@@ -310,6 +301,7 @@ class StageEngine(SingleReplica):
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Find out how micro-batches give the losses, metrics and states of the whole batch, or refuse the model."""
+        super().study(model, batch, kind)
         training = kind == "train"
         check_parts(model, training)
         if self.batch_parts[0] == 1:
@@ -317,7 +309,8 @@ class StageEngine(SingleReplica):
                 check_state_of_stages(model, batch, kind, self.settings.words)
             return
         accepts = self.settings.allow_batch_dependent_layers
-        abilities = Abilities(self.settings.words, gathers=False, adds_states=self._adds_states, accepts_mixing=accepts)
+        adds_states = self.schedule.num_replicas > 1 or self._peers is not None  # replicas update metrics separately
+        abilities = Abilities(self.settings.words, gathers=False, adds_states=adds_states, accepts_mixing=accepts)
         with self.job.vote(), tf.device(self.devices[0]), random_state.stand_in_generator():
             if training and not accepts:
                 check_synchronized(model, self.settings.words.mixing)
@@ -331,9 +324,9 @@ class StageEngine(SingleReplica):
                 user_warnings.warn(line)
 
     def _cost_of_order(self, model: keras.Model) -> str:
-        """Return a sentence about the memory of a step with its forward passes first; empty where it is the same."""
+        """Describe the memory that running all forward passes first costs; empty if it costs none."""
         before, after = (
-            max(schedules.peak_activations(schedule.of_one_replica))
+            max(schedules.peak_activations(schedule.first_replica))
             for schedule in (self._planner.schedule_of(model), self.schedule_of(model))
         )
         if before == after:
@@ -344,67 +337,81 @@ class StageEngine(SingleReplica):
         )
 
     def verdict(self, model: keras.Model) -> Verdict | None:
-        """Return what the study of a model found for training."""
+        """Return the verdict of the study for train steps."""
         return self._steps[model].compiler.losses.verdicts.get(True)
 
-    @property
-    def _adds_states(self) -> bool:
-        """Whether replicas of the pipeline update metrics apart."""
-        return self.schedule.num_replicas > 1 or self._peers is not None
-
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
+        """Return a context in which TensorFlow optimizes the large graph of a step only once."""
         return tf_function.short_graph_optimization()
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the batch, each tensor for the devices of the stages that take it."""
+        """Return the batch, each tensor for the devices of the stages that read it."""
         return StepBatch(*self._steps[model].staged(element))
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on a batch; return the loss, a scalar."""
+        """Run one optimizer update on a batch; return the loss, a scalar."""
         self._planner.check_settings(model, training=True)
         return self._steps[model].train_step(*self._local(batch))
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Update the model's metrics from a batch; return the loss, a scalar."""
+        """Update the metrics with a batch; return the loss, a scalar."""
         self._planner.check_settings(model, training=False)
         return self._steps[model].evaluate_step(*self._local(batch))
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
-        """Return the model's outputs, `[batch, ...]` each."""
+        """Return the outputs for a batch, `[batch, ...]` each."""
         self._planner.check_settings(model, training=False)
         local, part = self._local(batch)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
         return self._steps[model].predict_step(inputs, part)
 
     def _revealed(self, model: keras.Model, batch: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context that finds the error of a measured train step, on a batch as `train_step` takes it."""
+        """Return a context that finds the error of a failed train step on a batch."""
         again = self.step_again
         if again is None or self._peers is not None:
             return contextlib.nullcontext()
         return revealed(lambda: again(model, "train", batch))
 
     def _step_again(self, model: keras.Model, kind: str, element: Any) -> None:
-        """Run the actions of a failed step of a kind, "train", "evaluate" or "predict", one after another."""
+        """Run the actions of a failed "train", "evaluate" or "predict" step one after another."""
         batch, part = self._local_alone(element)
         if kind == "predict":
             batch, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         self._steps[model].run_again(batch, part, kind)
 
-    def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
+    def _local(self, element: Any) -> tuple[Any, BatchSizes | None]:
         """Return the local batch of an element, and what part of the global batch it is; None for all of it."""
         return element, None
 
-    def _local_alone(self, element: Any) -> tuple[Any, LocalPart | None]:
+    def _local_alone(self, element: Any) -> tuple[Any, BatchSizes | None]:
         """Return what `_local` does, as if the local batch were the global batch; no message to other workers."""
         return self._local(element)
 
 
 def _check_no_scope(model: keras.Model) -> None:
-    """Refuse layers that compute no gradients of values that a stage gives their weights."""
+    """Refuse layers of a `keras.RematScope`, which has no gradients for values that replace weights."""
     if layers := keras_model.recomputed_layers(model):
         raise ValueError(
-            "Stages and shards give layers the values of their weights, of which keras.RematScope computes no "
-            f"gradients, received {layers[0].name!r} from such a scope. Build it outside of one, or train on "
-            "Mirrored(); a pipeline recomputes its layers with recompute=True."
+            "Stages and shards replace weights by their values, for which keras.RematScope computes no gradients, "
+            f"received {layers[0].name!r} from such a scope. Build it outside of one, or train on Mirrored(); a "
+            "pipeline recomputes its layers with recompute=True."
+        )
+
+
+def _check_optimizer(model: keras.Model, strategy: str) -> None:
+    """Refuse an optimizer that needs whole weights.
+
+    Args:
+        model: A compiled model with sharded weights.
+        strategy: The strategy, for the message.
+
+    Raises:
+        ValueError: If its optimizer is not known to update each element of a weight separately.
+    """
+    if not keras_sharded_updates.is_elementwise(model.optimizer):
+        name = type(keras_variables.innermost(model.optimizer)).__name__
+        raise ValueError(
+            f"{strategy} updates each shard of a weight on its own device, so the optimizer must update each "
+            f"element separately, as Adam and SGD do, received {name}. Choose such an optimizer of Keras, or train "
+            "with Mirrored(shard='optimizer'), where each weight is whole."
         )

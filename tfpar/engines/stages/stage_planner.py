@@ -1,8 +1,9 @@
-"""The stages of each model in a pipeline: measured costs, partition, placement of weights, compiled stages."""
+"""Planning of stages: costs, partition, placement of weights, and compilation."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -15,51 +16,50 @@ from tfpar._compat.models import keras_losses
 from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import keras_variables
-from tfpar.engines.stages.free_memory import within_free_memory
 from tfpar.engines.stages.model_version import ModelVersion
 from tfpar.messages import user_warnings
+from tfpar.messages.number_format import figure
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.analysis.link_timing import measure_transfers
+from tfpar.pipeline.analysis.communication_timing import measure_transfers
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
-from tfpar.pipeline.partition.stages import bytes_per_example, owner_of
-from tfpar.pipeline.partition.traffic import Grid, by_traffic
+from tfpar.pipeline.partition.stages import bytes_per_example, variable_owners
+from tfpar.pipeline.partition.traffic import Grid, sort_by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
-from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.pipeline.schedule.transfer_hiding import hide_transfers
 from tfpar.pipeline.stages.compiler import StageCompiler
-from tfpar.placement.owners import homes
+from tfpar.placement.owners import placements
 from tfpar.placement.weight_devices import place_weights
 from tfpar.sharding.model_sharding import ModelSharding
 from tfpar.sharding.rules import Rules
-from tfpar.sharding.stages import DividedStage, Groups, divide_stages
+from tfpar.sharding.stages import Groups, ShardedStage, shard_stages
 
 
 class StagePlanner:
-    """The partitions of models into stages, with the weights of each stage on its device.
+    """Cuts models into stages and places the weights of each stage on its device.
 
     Args:
-        schedule: The schedule for a model with enough layer calls.
-        devices: The devices of the schedule.
+        schedule: Schedule for a model with enough layer calls.
+        devices: Devices of the schedule.
         balance: As for `Pipeline`.
         recompute: As for `Pipeline`.
         memory_limit_bytes: As for `Pipeline`.
         allow_batch_dependence: Whether batch-dependent layers are allowed.
-        raising: Returns a context that raises an error of one worker of a job on all.
-        agree: Returns the chief's value of a JSON structure in a job of several workers; None in one process.
-        other_orders: Other orders of the same devices, on several machines; each model has the one of least traffic.
-        shards_weights: Whether the weights of a model are divided over the devices, each with all stages of a replica.
-        groups: The devices of the shards of a stage, by the first of them, which is one of `devices`; empty for stages
-            on one device each.
-        rules: Rules of the user for the weights that the shards divide; None to choose from the graph.
+        vote: Returns a context that raises an error of one worker on all workers.
+        agree: Returns the chief's value of a JSON structure; None without other workers.
+        other_orders: Other orders of the same devices; each model uses the order with the least traffic.
+        shards_weights: Whether weights are sharded over the replicas, each of which runs all stages on one device.
+        groups: Devices of the shards of each stage, by the first of them, which is in `devices`; empty without shards.
+        rules: Sharding rules of the user; None to choose the divided weights from the graph.
 
     Attributes:
-        num_state_parts: The number of workers over which the optimizer's state of a stage is divided.
+        num_state_shards: Number of workers that the optimizer state of a stage is sharded over.
     """
 
-    num_state_parts: int = 1
+    num_state_shards: int = 1
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class StagePlanner:
         recompute: bool,
         memory_limit_bytes: int | None,
         allow_batch_dependence: bool,
-        raising: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        vote: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         agree: Callable[[Any], Any] | None = None,
         other_orders: Sequence[Sequence[str]] = (),
         *,
@@ -79,9 +79,9 @@ class StagePlanner:
     ) -> None:
         self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
         self._groups, self._rules, self._orders = groups, rules, [devices, *other_orders]
-        self._divided: PerModel[dict[int, tuple[ModelSharding, DividedStage]]] = PerModel()
+        self._sharded: PerModel[dict[int, tuple[ModelSharding, ShardedStage]]] = PerModel()
         self._grids: PerModel[list[Grid]] = PerModel()
-        self._raising, self._agree, self._balance, self._recompute = raising, agree, balance, recompute
+        self._vote, self._agree, self._balance, self._recompute = vote, agree, balance, recompute
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
         self._schedules: PerModel[schedules.Schedule] = PerModel()
         self._partitions: PerModel[Partition] = PerModel()
@@ -89,10 +89,10 @@ class StagePlanner:
         self._sizes: PerModel[list[int]] = PerModel()
         self._stages: PerModel[StageCompiler] = PerModel()
 
-    def forget_changed(self, model: keras.Model) -> bool:
-        """Delete the stages of a model that they are no longer of; return whether there were any.
+    def drop_changed(self, model: keras.Model) -> bool:
+        """Drop cached stages if the model has changed; return True if any were dropped.
 
-        Another strategy has moved its weights, or settings of its layers have changed before the last `compile`.
+        Another strategy may have moved its weights, or settings of its layers may differ since the last `compile`.
         """
         version = self._versions.get(model)
         if version is None:
@@ -100,44 +100,45 @@ class StagePlanner:
         if not version.is_moved(model):
             if not version.has_other_settings(model):
                 return False
-            self._sizes[model] = [len(stage.calls) for stage in self._partitions[model].stages]  # no weight moves
-        self.forget(model)
+            # Stages of the same sizes keep every weight on its device.
+            self._sizes[model] = [len(stage.calls) for stage in self._partitions[model].stages]
+        self.drop(model)
         return True
 
-    def forget(self, model: keras.Model) -> None:
-        """Delete the stages of a model."""
+    def drop(self, model: keras.Model) -> None:
+        """Drop the cached stages of a model."""
         self._partitions.pop(model)
         self._stages.pop(model)
         self._versions.pop(model)
 
     def check_settings(self, model: keras.Model, training: bool) -> None:
-        """Refuse the trace of a step if settings of layers have changed since the traces of the stages.
+        """Refuse to trace a step if the model has changed since its stages were traced.
 
         Raises:
-            ValueError: If a layer, or the model's own call, has changed.
+            ValueError: If the settings of a layer or the `call` of the model have changed.
         """
         self._versions[model].check_settings(model, training)
         model_graph.check_unchanged(model, self._partitions[model].graph)
 
     def _balance_of(self, model: keras.Model, graph: model_graph.Graph) -> Balance | Sequence[int] | Sequence[str]:
-        """Return the balance of a model: that of earlier stages of as many calls."""
+        """Return the sizes of dropped stages if they still fit the graph, else the balance of the user."""
         sizes = self._sizes.get(model) or []
         return sizes if sum(sizes) == len(graph.calls) else self._balance
 
     def place_early(self, model: keras.Model) -> None:
         """Place the weights of a functional model before its first batch, without measured times."""
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
-            with self._raising(), random_state.stand_in_generator():
+            with self._vote(), random_state.stand_in_generator():
                 graph = self._trace(model)
                 balance = self._balance_of(model, graph)
                 balance = "parameters" if balance in ("time", "flops") else balance
                 costs = self._measure(graph, balance, (), 1)
-            # Whether a rule fits depends on the stages; several are others with measured times.
+            # Rules are checked against the stages, and several stages may change with measured times.
             rules = self._rules if self.divides_one_stage else None
             self._cut(model, graph, balance, costs, 1, warns=self.divides_one_stage, rules=rules)
 
     def plan(self, model: keras.Model, batch: Any) -> None:
-        """Cut a model into stages at its first batch, and again for an optimizer that needs more memory.
+        """Cut a model into stages with its first batch, and again for a new optimizer with a memory limit.
 
         Args:
             model: A compiled model.
@@ -165,13 +166,13 @@ class StagePlanner:
                 splits_backward=self._schedule.splits_backward,
                 accumulates=self._schedule.microbatches_per_replica > 1,
                 shards_weights=self._shards_weights,
-                divided=dict(enumerate(calls for _, calls in self.divided_stages(model))),
+                sharded_calls=dict(enumerate(calls for _, calls in self.sharded_stages(model))),
                 groups=self._groups,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
 
     def _is_placed_for(self, model: keras.Model, batch: Any) -> bool:
-        """Return whether the stages from before the first batch are final: nothing is measured, no input is absent."""
+        """Return True if the stages from before the first batch are final: no measurement, no absent input."""
         is_final = self.divides_one_stage and self._balance == "parameters" and model in self._partitions
         return is_final and all(data.present_inputs(batch))
 
@@ -180,23 +181,23 @@ class StagePlanner:
         return self._stages[model]
 
     def partition_of(self, model: keras.Model) -> Partition:
-        """Return the partition of a model."""
+        """Return the partition of a model into stages."""
         return self._partitions[model]
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
-        """Return the schedule of a model, with fewer stages if the model has fewer layer calls."""
+        """Return the schedule of a model, with fewer stages if it has few layer calls."""
         return self._schedules.get(model) or self._schedule
 
     def memory_of(self, model: keras.Model) -> MemoryNeeds:
-        """Return the memory that the stages of a model need in addition to weights and gradients."""
-        # With a split backward pass, recomputed activations are saved until the weight gradient.
+        """Return the memory that the stages of a model need besides weights and gradients."""
+        # A split backward pass saves recomputed activations until the weight gradient.
         one_at_a_time = self._recompute and not self._schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
         num_slots = keras_optimizer.slots_per_weight(keras_variables.optimizer_of(model), model.trainable_variables)
-        return MemoryNeeds(self._memory_limit_bytes, -(-num_slots // self.num_state_parts), num_activations)
+        return MemoryNeeds(self._memory_limit_bytes, -(-num_slots // self.num_state_shards), num_activations)
 
     def microbatch_size(self, inputs: Any) -> int:
-        """Return the number of examples in the largest micro-batch of a batch."""
+        """Return the size of the largest micro-batch of a batch."""
         return -(-int(data.num_rows(inputs)) // self._schedule.num_microbatches)
 
     def stage_devices(self, model: keras.Model) -> list[str]:
@@ -204,37 +205,37 @@ class StagePlanner:
         return self._grids[model][0].devices[0]
 
     def other_stage_devices(self, model: keras.Model) -> list[list[str]]:
-        """Return the device of each stage of each further replica."""
+        """Return the device of each stage of the other replicas."""
         return self._grids[model][0].devices[1:]
 
-    def divided_stages(self, model: keras.Model) -> list[tuple[ModelSharding, DividedStage]]:
+    def sharded_stages(self, model: keras.Model) -> list[tuple[ModelSharding, ShardedStage]]:
         """Return the layout and the layer calls of each stage; nothing for stages on one device each."""
-        return list((self._divided.get(model) or {}).values())
+        return list((self._sharded.get(model) or {}).values())
 
     def grids_of(self, model: keras.Model) -> list[Grid]:
-        """Return the grid of a model, and then those of more traffic between machines."""
+        """Return the grid of a model, followed by those with more traffic between machines."""
         return self._grids[model]
 
     def _trace_and_cut(self, model: keras.Model, batch: Any) -> None:
-        given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        size = self.microbatch_size(given)
-        with self._raising(), random_state.stand_in_generator():
-            model_graph.build(model, given)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        size = self.microbatch_size(inputs)
+        with self._vote(), random_state.stand_in_generator():
+            model_graph.build(model, inputs)
             with keras_losses.collect_added_losses(list):
-                graph = self._trace(model, given)
+                graph = self._trace(model, inputs)
             balance = self._balance_of(model, graph)
-            costs = self._measure(graph, balance, model_graph.standardize(model, given), size)
+            costs = self._measure(graph, balance, model_graph.standardize(model, inputs), size)
         warned = self.divides_one_stage and model in self._partitions
         self._cut(model, graph, balance, costs, size, warns=not warned, rules=self._rules)
         self._hide_transfers(model, size)
 
     @property
     def divides_one_stage(self) -> bool:
-        """Whether a replica is one stage of shards, whose layout needs no balance."""
+        """Whether a replica is a single stage of shards, which needs no balance."""
         return bool(self._groups) and self._schedule.num_stages == 1
 
     def _trace(self, model: keras.Model, inputs: Any = None) -> model_graph.Graph:
-        """Trace a model; several stages keep blocks whole, as sizes that a block reads would cross their cuts."""
+        """Trace a model. Several stages do not open blocks, whose symbolic sizes would cross the cuts."""
         opens = self.divides_one_stage
         return model_graph.trace(model, inputs, opens_blocks=opens, symbolic_sizes=opens)
 
@@ -256,32 +257,32 @@ class StagePlanner:
         self._schedules[model] = schedule = self._fitted_schedule(model, graph, costs)
         memory = self.memory_of(model)
         cut = functools.partial(partition_model, graph, balance, schedule.num_stages, schedule.num_devices, costs, size)
-        with self._raising():
+        with self._vote():
             estimates = not self._shards_weights and not self._groups
             if memory.limit_bytes is None and estimates and self._free_bytes is not None:
-                partition = within_free_memory(
+                partition = _within_free_memory(
                     model.name, cut, memory, self._free_bytes, schedule.num_devices if warns else None
                 )
             else:
                 partition = cut(memory)
-        if self._agree is not None:  # measured times, and free memory, differ between workers
+        if self._agree is not None:  # measured times and free memory differ between workers
             partition = partition.with_sizes(self._agree([len(stage.calls) for stage in partition.stages]))
         grids = [_stage_devices(schedule, order) for order in self._orders]
-        self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
+        self._grids[model] = sort_by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
         if self._groups:
             grid, groups = self._grids[model][0].devices, self._groups
-            with self._raising():
-                self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
+            with self._vote():
+                self._sharded[model] = shard_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
         else:
-            devices, stages = self._grids[model][0].devices, owner_of(partition.stages, model.variables)
-            home_of = homes(model, stages, len(devices), shards_weights=self._shards_weights)
-            place_weights(model, home_of, devices)
+            devices, stages = self._grids[model][0].devices, variable_owners(partition.stages, model.variables)
+            home_of = placements(model, stages, len(devices), shards_weights=self._shards_weights)
+            place_weights(model, lambda variable: [devices[home_of[id(variable)].owner][home_of[id(variable)].stage]])
         self._partitions[model] = partition
         self._versions[model] = ModelVersion(model, counts_variables=bool(self._groups))
         self._stages.pop(model)
 
     def _hide_transfers(self, model: keras.Model, size: int) -> None:
-        """Let the schedule of a model hide the transfers between processes, if the memory suffices for it."""
+        """Use a schedule that hides transfers between processes, if the memory suffices."""
         partition, schedule, devices = self._partitions[model], self._schedules[model], self.stage_devices(model)
         if schedule.name != "1f1b" or self._balance == "memory":
             return
@@ -289,26 +290,26 @@ class StagePlanner:
         transfer_seconds = measure_transfers(devices, cut_bytes)
         if not any(transfer_seconds):
             return
-        untimed = 10 * max(transfer_seconds)  # of the stages of another balance, no layer was timed
+        untimed = 10 * max(transfer_seconds)  # layers are timed only with balance="time"
         forward, backward = (
             tuple(sum(getattr(cost, name) for cost in costs) or untimed for costs in partition.stage_costs)
             for name in ("forward_seconds", "backward_seconds")
         )
         durations = Durations(forward, backward, (), (), transfer_seconds)
-        self._schedules[model] = hiding_transfers(schedule, durations)
+        self._schedules[model] = hide_transfers(schedule, durations)
         memory, limit_bytes = self.memory_of(model), self._memory_limit_bytes or self._free_bytes
         if limit_bytes is not None and max(partition.device_bytes(memory, schedule.num_devices)) > limit_bytes:
             self._schedules[model] = schedule
 
     @functools.cached_property
     def _free_bytes(self) -> int | None:
-        """The free memory of the GPU that has the least, before the first model has weights there."""
+        """Free memory of the GPU with the least, before the first model is placed; None without GPUs."""
         return cluster.free_bytes(self._devices)
 
     def _fitted_schedule(
         self, model: keras.Model, graph: model_graph.Graph, costs: Sequence[CallCost]
     ) -> schedules.Schedule:
-        """Return the schedule, with fewer stages and a warning if the model has fewer layer calls than stages."""
+        """Return the schedule, with fewer stages and a warning if the model has too few layer calls."""
         if self._shards_weights:
             number = num_blocks([cost.weight_bytes for cost in costs])
             return schedules.on_one_device(number).replicated(self._schedule.num_replicas)
@@ -323,6 +324,32 @@ class StagePlanner:
                 "smaller num_stages, or use Mirrored, which needs no stages."
             )
         return fitted
+
+
+def _within_free_memory(
+    name: str, cut: Callable[[MemoryNeeds], Partition], memory: MemoryNeeds, free_bytes: int, num_devices: int | None
+) -> Partition:
+    """Return a partition that fits the free memory of GPUs; if there is none, warn, as the needs are estimates.
+
+    Args:
+        name: Name of the model.
+        cut: Returns the partition of the model for some memory needs.
+        memory: Memory needs without a limit.
+        free_bytes: Free memory of the GPU with the least.
+        num_devices: Number of devices, for the warning; None for no warning.
+    """
+    with contextlib.suppress(ValueError):
+        return cut(dataclasses.replace(memory, limit_bytes=free_bytes))
+    partition = cut(memory)
+    if num_devices is not None:
+        needed = partition.device_bytes(memory, num_devices)
+        user_warnings.warn(
+            f"The stages of {name!r} need up to {figure(max(needed) / 1e6)} MB on one device, by estimate, and the GPU "
+            f"with the least free memory has {figure(free_bytes / 1e6)} MB: training may run out of memory. Use "
+            "balance='memory', more stages, smaller micro-batches or recompute=True, or end other processes on the "
+            "GPUs."
+        )
+    return partition
 
 
 def _stage_devices(schedule: schedules.Schedule, devices: Sequence[str]) -> list[list[str]]:

@@ -1,1 +1,1 @@
-"""Many steps in one call of a compiled loop, with the next batch copied ahead."""
+"""The inner loop: many steps per call, with the next batch copied to the devices ahead."""

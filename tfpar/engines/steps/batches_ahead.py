@@ -1,13 +1,12 @@
-"""The upcoming batch on the devices that read it, copied there while the step before runs.
+"""The next batch, copied to the devices that read it while the current step runs.
 
     step k     device 0   ████████████████  forward, backward, update
     batch k+1  host       ░ cut ─┬─► device 0
                                  └─► device 1          step k+1 reads its tensors on its own devices
 
-TensorFlow 2.21 lets a copy to a GPU wait for all operations that the GPU was given before. A copy that a step asks for
-begins after the step before; one that is asked for with the step before runs at the same time.
-
-A device holds one batch more than the one that it computes.
+In TensorFlow 2.21, a copy to a GPU waits for all operations that were launched on the GPU before. A copy launched by
+step k+1 would start after step k; launched with step k, it runs at the same time. A device holds one batch more than
+the one it computes.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class StepBatch(NamedTuple):
     """The batch of a step, and the devices that read it.
 
     Args:
-        batch: A structure of tensors, on the host; the argument of the step.
-        devices: The device that reads each of its flat tensors; the host for those that stay there.
+        batch: Argument of the step, a structure of tensors on the host.
+        devices: Device that reads each of the flat tensors; the host for those that stay there.
     """
 
     batch: Any
@@ -36,93 +35,93 @@ class StepBatch(NamedTuple):
 
 
 class BatchesAhead:
-    """The tensors of the upcoming batch in the memory of devices.
+    """Holds the tensors of the upcoming batch in the memory of devices.
 
-    They are variables of type variant: TensorFlow orders their reads and assignments, in a loop and from one call of it
-    to the next.
+    They are in variables of type variant, whose reads and assignments TensorFlow orders, in a loop and between calls.
 
     Args:
-        cut: Returns the batch of a step for an element of the dataset.
+        cut: Returns the batch of a step from an element of the dataset.
     """
 
     def __init__(self, cut: Callable[[Any], StepBatch]) -> None:
         self._cut = cut
-        self._places: dict[str, _Place] = {}
+        self._memories: dict[str, _Memory] = {}
 
     def fill(self, upcoming: tf.experimental.Optional) -> None:
         """Copy the tensors of an upcoming batch to their devices.
 
         Args:
-            upcoming: An element of the dataset, which there is.
+            upcoming: An optional that contains an element of the dataset.
         """
         batch, devices = self._cut(upcoming.get_value())
         for device, tensors in _by_device(tf.nest.flatten(batch), devices).items():
-            self._place(device).put(tf.raw_ops.OptionalFromValue(components=list(tensors.values())))
+            self._memory(device).put(tf.raw_ops.OptionalFromValue(components=list(tensors.values())))
 
     def refill(self, upcoming: tf.experimental.Optional) -> None:
-        """Copy the tensors of an upcoming batch, if there is one, in place of those that `receive` has returned.
+        """Copy the tensors of an upcoming batch, if there is one, in place of those that `receive` returned.
 
         Args:
-            upcoming: An element of the dataset, or nothing.
+            upcoming: An optional element of the dataset.
         """
 
-        def some() -> list[tf.Tensor]:
+        def pack() -> list[tf.Tensor]:
             batch, devices = self._cut(upcoming.get_value())
-            found = _by_device(tf.nest.flatten(batch), devices)
-            return [tf.raw_ops.OptionalFromValue(components=list(found[device].values())) for device in self._places]
+            by_device = _by_device(tf.nest.flatten(batch), devices)
+            values = [list(by_device[device].values()) for device in self._memories]
+            return [tf.raw_ops.OptionalFromValue(components=tensors) for tensors in values]
 
-        if self._places:
-            bundles = tf.cond(upcoming.has_value(), some, lambda: [tf.raw_ops.OptionalNone() for _ in self._places])
-            for place, bundle in zip(self._places.values(), bundles, strict=True):
-                place.put(bundle)
+        if self._memories:
+            packed = tf.cond(upcoming.has_value(), pack, lambda: [tf.raw_ops.OptionalNone() for _ in self._memories])
+            for memory, optional in zip(self._memories.values(), packed, strict=True):
+                memory.put(optional)
 
     def receive(self, element: Any) -> Any:
         """Return the batch of a step, with its tensors on their devices.
 
         Args:
-            element: The element of the dataset whose tensors were copied last.
+            element: The element whose tensors were copied last.
         """
         batch, devices = self._cut(element)
         flat = tf.nest.flatten(batch)
         for device, tensors in _by_device(flat, devices).items():
-            for index, tensor in zip(tensors, self._place(device).take(list(tensors.values())), strict=True):
+            for index, tensor in zip(tensors, self._memory(device).take(list(tensors.values())), strict=True):
                 flat[index] = tensor
         return tf.nest.pack_sequence_as(batch, flat)
 
-    def _place(self, device: str) -> _Place:
-        if device not in self._places:
-            self._places[device] = _Place(device)
-        return self._places[device]
+    def _memory(self, device: str) -> _Memory:
+        if device not in self._memories:
+            self._memories[device] = _Memory(device)
+        return self._memories[device]
 
 
-class _Place:
-    """A variable on a device for the tensors of one batch."""
+class _Memory:
+    """A variable on a device for the tensors of a batch, in an optional."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         with tf.init_scope(), tf.device(device):
             self._handle = tf_variables.anonymous_handle(tf.variant)
 
-    def put(self, bundle: tf.Tensor) -> None:
-        """Copy the tensors of a bundle to the device, and free those before."""
+    def put(self, optional: tf.Tensor) -> None:
+        """Copy the tensors of an optional to the device, and free the previous ones."""
         with tf.device(self._device):
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=bundle)
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=optional)
 
     def take(self, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the tensors on the device, with the shapes and types of others."""
-        types, shapes = [one.dtype for one in like], [one.shape for one in like]
+        """Return the tensors on the device, which have the shapes and types of `like`."""
+        types, shapes = [tensor.dtype for tensor in like], [tensor.shape for tensor in like]
         with tf.device(self._device):
-            bundle = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.variant)
-            found: list[tf.Tensor] = tf.raw_ops.OptionalGetValue(
-                optional=bundle, output_types=types, output_shapes=shapes
+            optional = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.variant)
+            tensors: list[tf.Tensor] = tf.raw_ops.OptionalGetValue(
+                optional=optional, output_types=types, output_shapes=shapes
             )
-        return found
+        return tensors
 
 
 def _by_device(flat: Sequence[Any], devices: Sequence[str]) -> dict[str, dict[int, tf.Tensor]]:
-    """Return the tensors to copy by device, each with its index among the flat tensors of the batch."""
-    found: dict[str, dict[int, tf.Tensor]] = {}
+    """Return the tensors to copy to each device, by their index among the flat tensors of the batch."""
+    tensors: dict[str, dict[int, tf.Tensor]] = {}
     for index, (tensor, device) in enumerate(zip(flat, devices, strict=True)):
         if is_copied(tensor) and not device.upper().endswith("CPU:0"):
-            found.setdefault(device, {})[index] = tensor
-    return found
+            tensors.setdefault(device, {})[index] = tensor
+    return tensors

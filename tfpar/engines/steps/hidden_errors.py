@@ -1,12 +1,12 @@
-"""The error of an operation, where TensorFlow reports only what it cancelled.
+"""The error of a failed operation where TensorFlow reports only the operations it cancelled.
 
     device 0   F0 F1 ──► value for device 1          reported: RecvAsync is cancelled
     device 1      F0 with a label out of range       hidden: Received a label value of 77 …
 
-A stage is a function that its step calls. In TensorFlow 2.21 an operation that fails inside of it cancels the step
-before the function returns its error, and the step keeps the first error of each device
-(`ExecutorState::NodeDone` in tensorflow/core/common_runtime/executor.cc). The failed step then runs once more, one
-operation after another, without an update.
+A stage is a function called by its step. In TensorFlow 2.21, an operation that fails inside the function cancels the
+step before the function returns its error, and the step keeps the first error of each device
+(`ExecutorState::NodeDone` in tensorflow/core/common_runtime/executor.cc). The failed step is therefore repeated, one
+operation after another and without an update.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import tensorflow as tf
 from tfpar._compat.variables import tf_variables
 from tfpar.engines.steps.batches_ahead import HOST
 
-# What an operation of a model raises; other errors come from the way in which it is run.
+# Errors of a model's operations; other errors are due to the way they run.
 _CAUSES = (
     tf.errors.InvalidArgumentError, tf.errors.UnknownError, tf.errors.ResourceExhaustedError, tf.errors.OutOfRangeError,
     tf.errors.NotFoundError, tf.errors.InternalError, tf.errors.UnimplementedError,
 )  # fmt: skip
-_FUNCTIONS = re.compile(r"\{\{function_node [^}]*\}\} ?")  # names that TensorFlow makes
+_FUNCTIONS = re.compile(r"\{\{function_node [^}]*\}\} ?")  # added by TensorFlow
 
 
 class CurrentElement:
-    """The element of the dataset whose step runs, to read after a failure.
+    """The element of the dataset whose step is running, kept to repeat the step after a failure.
 
-    It is an optional in a variable on the host, so that a step copies no tensor of it.
+    It is an optional in a variable on the host, so no tensor is copied.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,7 @@ class CurrentElement:
             self._handle = tf_variables.anonymous_handle(tf.variant)
 
     def put(self, upcoming: tf.experimental.Optional) -> tf.Operation:
-        """Store the element of a step that begins.
-
-        Args:
-            upcoming: The element, on the host.
-
-        Returns:
-            The operation that stores it.
-        """
+        """Store the element of the next step, an optional on the host; return the operation that stores it."""
         (optional,) = tf.nest.flatten(upcoming, expand_composites=True)
         with tf.device(HOST):
             return tf.raw_ops.AssignVariableOp(resource=self._handle, value=optional)
@@ -58,10 +51,10 @@ class CurrentElement:
             tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.raw_ops.OptionalNone())
 
     def get(self, like: tf.experimental.Optional) -> Any:
-        """Return the element that was stored last.
+        """Return the element stored last.
 
         Args:
-            like: An element of the same dataset.
+            like: An optional of the same structure.
         """
         with tf.device(HOST):
             stored = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.variant)
@@ -70,10 +63,10 @@ class CurrentElement:
 
 @contextlib.contextmanager
 def revealed(run_again: Callable[[], None]) -> Iterator[None]:
-    """Replace an error about a cancelled operation by that of the operation that failed, if it fails again.
+    """Replace an error about a cancelled operation by the error of the operation that failed.
 
     Args:
-        run_again: Runs the failed step again, one operation after another.
+        run_again: Repeats the failed step, one operation after another, to meet the error again.
     """
     try:
         yield
@@ -87,6 +80,6 @@ def _error_of(run_again: Callable[[], None]) -> tf.errors.OpError | None:
         run_again()
     except _CAUSES as error:
         return type(error)(error.node_def, error.op, _FUNCTIONS.sub("", error.message))
-    except Exception:  # an error of this run alone
+    except Exception:  # an error of the repetition alone
         return None
     return None

@@ -3,17 +3,17 @@
     host    launch k, fetch k+2 │ launch k+1, fetch k+3 │ …            │ read the logs
     GPU        step k-1 ████████████  step k ████████████  step k+1 ██████
 
-The loop of `multi_step` launches a step when the one before has ended: fast where the host computes the steps itself,
-but a GPU is idle meanwhile. Here nothing that a device computes is read between two steps. Whether losses are finite is
-counted on the device, and read with the metrics at the end of a call.
+The loop of `multi_step` launches a step after the previous one has ended, which is fast if the host computes the steps,
+but leaves a GPU idle meanwhile. Here the host reads no result of a device between two steps. The device counts the
+steps with finite losses, and the host reads the count with the metrics at the end of a call.
 
-A step is traced for the sizes of the first batch, and once more for any other. With a size that is not known,
-TensorFlow computes shapes in the step and copies them to the GPU, and such a copy waits for all operations before it:
-52 times in a step of a transformer of 12 blocks.
+A step is traced for the sizes of the first batch, and once more for all other sizes. With unknown sizes, TensorFlow
+computes shapes in the step and copies them to the GPU, and each copy waits for all operations before it: 52 times in a
+step of a transformer of 12 blocks.
 
 A step is a function without results. TensorFlow 2.21 gives each result a control dependency on all operations with side
-effects (`auto_control_deps.py`, `__exit__`), so that the call of a function with a result on the host, or on another
-GPU than the last update, returns when all devices have computed (`gpu_util.cc`).
+effects (`auto_control_deps.py`, `__exit__`). A call with a result on the host, or on another GPU than the last update,
+would return only after all devices have finished (`gpu_util.cc`).
 """
 
 from __future__ import annotations
@@ -35,24 +35,20 @@ from tfpar.engines.steps.multi_step import CallResult, LoopParts, alone, alone_o
 
 
 def suits(devices: Sequence[str]) -> bool:
-    """Return whether steps on some devices are launched one by one, because the host does not compute them.
-
-    Args:
-        devices: The devices of a strategy in this process.
-    """
+    """Return True if steps on the devices are launched one by one, as all devices are GPUs."""
     return all(map(host_sizes.is_gpu, devices))
 
 
 class LaunchedSteps:
-    """Steps over an iterator, launched one by one, with the upcoming batch on the devices of the step.
+    """A loop of steps that are launched one by one, with the upcoming batch on the devices of the step.
 
-    It is called as `multi_step.CompiledLoop` is, with the same results. The waiting for data that it counts is that of
-    the host, during which devices may still compute earlier steps.
+    It is called like `multi_step.CompiledLoop` and gives the same results. Its data wait is that of the host, while
+    devices may still compute earlier steps.
 
     Args:
-        parts: What the steps run; operations of a step that request no device are on `parts.device`, or on the host.
-        fixes_sizes: Whether a step is traced for the sizes of the first batch, and not for any size alone.
-        fallback: Returns the way back from XLA where it was chosen for the model; None where it was not, or not yet.
+        parts: The functions of the loop; operations that request no device run on `parts.device`, or on the host.
+        fixes_sizes: Whether a step is traced for the sizes of the first batch too, not only for unknown sizes.
+        fallback: Returns the way back from XLA if it was chosen automatically for the model; None otherwise.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class LaunchedSteps:
         self._upcoming: tf.experimental.Optional = None
         self._way_back: xla_choice.Fallback | None = None  # until the first step has run
         self._has_run = False
-        self._error: Exception | None = None  # for which XLA was left out
+        self._error: Exception | None = None  # the reason to leave XLA
         self._jit_compile = parts.jit_compile
         self._usual_sizes: Any = None if fixes_sizes else ()
         self._functions: dict[bool, Any] = {}
@@ -83,13 +79,13 @@ class LaunchedSteps:
 
         tf_custom_gradient.release_with_graphs()
         self._fill, self._on_host, self._has_more, self._logs = (
-            tf.function(alone(one), autograph=False, reduce_retracing=True)
-            for one in (fill, on_host, parts.has_more, parts.logs)
+            tf.function(alone(function), autograph=False, reduce_retracing=True)
+            for function in (fill, on_host, parts.has_more, parts.logs)
         )
 
     def launch(self, upcoming: tf.experimental.Optional) -> Any:
-        """Return the function that launches the step of an element, traced, for it and the element after it."""
-        sizes = _sizes(upcoming.get_value())
+        """Return the traced function `(upcoming, following)` that launches the step of an element."""
+        sizes = [tensor.shape for tensor in _tensors(upcoming.get_value())]
         self._usual_sizes = sizes if self._usual_sizes is None else self._usual_sizes
         is_usual = sizes == self._usual_sizes
         if is_usual not in self._functions:
@@ -123,10 +119,10 @@ class LaunchedSteps:
         """Run steps.
 
         Args:
-            iterator: The iterator over elements.
-            upcoming: The next element.
-            num_steps: The largest number of steps.
-            stop_at_nonfinite: Whether to stop after a step with a loss that is not finite, which waits for each step.
+            iterator: Iterator over elements.
+            upcoming: The next element, an optional.
+            num_steps: Most steps to run.
+            stop_at_nonfinite: Whether to stop after a step whose loss is not finite, which waits for each step.
         """
         with tf.device(HOST), tf_layout.best_for_gpus():
             self._prepare(upcoming)
@@ -136,7 +132,7 @@ class LaunchedSteps:
         return result
 
     def _prepare(self, upcoming: tf.experimental.Optional) -> None:
-        last, self._upcoming = self._upcoming, None  # for good if the steps raise an error
+        last, self._upcoming = self._upcoming, None  # stays None if the steps raise an error
         if upcoming is not last and upcoming.has_value():
             self._fill(upcoming)
         if not self._has_run:
@@ -147,38 +143,38 @@ class LaunchedSteps:
     def _run(
         self, iterator: Any, upcoming: tf.experimental.Optional, num_steps: int, stop_at_nonfinite: bool
     ) -> CallResult:
-        waited_seconds, facts = 0.0, list[Any]()
+        waited_seconds, records = 0.0, list[Any]()
         continues = num_steps > 0 and bool(self._has_more(upcoming))
         while continues:
             begin = time.perf_counter()
             following = iterator.get_next_as_optional()
             waited_seconds += time.perf_counter() - begin
             self._launch(upcoming, following)
-            facts.append(self._on_host(upcoming, following))
+            records.append(self._on_host(upcoming, following))
             upcoming = following
-            continues = len(facts) < num_steps and bool(facts[-1][2])
-            continues = continues and not (stop_at_nonfinite and self._finite.count() < len(facts))
+            continues = len(records) < num_steps and bool(records[-1][2])
+            continues = continues and not (stop_at_nonfinite and self._finite.count() < len(records))
         num_finite, logs = self._finite.count(), self._logs()
-        num_examples = sum(int(number) for number, _, _ in facts)
-        digests = np.stack([digest for _, digest, _ in facts]) if facts and facts[0][1] is not None else None
-        return CallResult(upcoming, len(facts), num_finite, num_examples, waited_seconds, digests, logs)
+        num_examples = sum(int(number) for number, _, _ in records)
+        digests = np.stack([digest for _, digest, _ in records]) if records and records[0][1] is not None else None
+        return CallResult(upcoming, len(records), num_finite, num_examples, waited_seconds, digests, logs)
 
     def _trace(self, upcoming: tf.experimental.Optional) -> None:
-        """Trace the functions of a call, in the turn of this thread."""
+        """Trace the functions of a call, while this thread has the process lock."""
         try:
             self.launch(upcoming)
         except xla_choice.NotCompiledError as error:
             self._leave_xla(upcoming, error)
         self._on_host.get_concrete_function(upcoming, upcoming)
         self._has_more.get_concrete_function(upcoming)
-        self._logs.get_concrete_function()  # some of them are known once a step is traced
+        self._logs.get_concrete_function()  # after a step is traced, which may create some of them
 
     def _launch(self, upcoming: tf.experimental.Optional, following: tf.experimental.Optional) -> None:
         try:
             with self._revealed(upcoming):
                 self.launch(upcoming)(upcoming, following)
         except tf.errors.OpError as error:
-            if self._error is not None:  # XLA is left out already
+            if self._error is not None:  # without XLA
                 raise
             self._leave_xla(upcoming, error)
             self._fill(upcoming)
@@ -190,7 +186,7 @@ class LaunchedSteps:
         self._has_run, self._way_back = True, None
 
     def _leave_xla(self, upcoming: tf.experimental.Optional, error: Exception) -> None:
-        """Trace steps without XLA from now on; raise the error where XLA was not chosen, or has compiled a step."""
+        """Trace steps without XLA from now on; raise the error if a step has run or XLA was the user's choice."""
         if self._way_back is None:
             raise error
         self._way_back.leave_xla()
@@ -207,17 +203,13 @@ def _tensors(element: Any) -> list[tf.Tensor]:
     return [leaf for leaf in tf.nest.flatten(element) if isinstance(leaf, tf.Tensor)]
 
 
-def _sizes(element: Any) -> list[tf.TensorShape]:
-    return [tensor.shape for tensor in _tensors(element)]
-
-
 class _FiniteSteps:
-    """Counts on the device of the loss the steps of a call before the first one whose loss is not finite."""
+    """Counts the steps of a call before the first whose loss is not finite, on the device of the loss."""
 
-    _state: tf.Tensor = None  # handle of a variable: 1 while all losses were finite, then 0; the number of steps
+    _state: tf.Tensor = None  # handle of a variable: 1 while all losses are finite, then 0; and the count
 
     def reset(self) -> None:
-        """Begin a call, once a step is traced."""
+        """Start a call, after a step was traced."""
         with tf.device(self._state.device):
             self._assign(tf.constant([1.0, 0.0], tf.float64))
 
@@ -232,7 +224,7 @@ class _FiniteSteps:
             self._assign(tf.stack([still, number + still]))
 
     def count(self) -> int:
-        """Return the number, which waits for the steps."""
+        """Wait for the steps, and return their count."""
         return int(self._read().numpy()[1])
 
     def _read(self) -> tf.Tensor:

@@ -1,10 +1,10 @@
-"""The inner loop: many steps in one call of a compiled function, and the number of steps.
+"""The inner loop: many steps per call of a compiled function.
 
     outer loop (Python)   │ call, 240 steps          │ callbacks │ call, 251 steps          │ callbacks │ …
     inner loop (compiled) │ step, step, step, … step │           │ step, step, step, … step │           │
 
-A call from Python takes a fraction of a millisecond, an iteration of TensorFlow's own loop a few microseconds. So a
-call has as many steps as run in about a tenth of a second, which keeps progress bars and Ctrl-C prompt.
+A call from Python takes a fraction of a millisecond, an iteration of TensorFlow's loop a few microseconds. A call runs
+as many steps as take about a tenth of a second, so that progress bars and Ctrl-C stay prompt.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SECONDS_PER_CALL = 0.1
 
 
 class CallResult(NamedTuple):
-    """The result of one call of a loop of steps; its numbers are scalars of any kind.
+    """The result of a call of the inner loop. Its numbers may be of Python, NumPy or TensorFlow.
 
     Args:
-        upcoming: The next batch, an optional.
-        num_steps: The number of steps that ran.
-        num_finite: The number of steps before the first one whose loss is not finite; `num_steps` if there is none.
-        num_examples: The number of examples of all steps.
-        data_wait_seconds: The time that the steps waited for data; NaN with deterministic operations.
-        digests: The digests of the global batches, `[num_steps, numbers]`; None if there are none.
-        logs: The metrics after the last step.
+        upcoming: The next element, an optional.
+        num_steps: Number of steps that ran.
+        num_finite: Number of steps before the first whose loss is not finite; `num_steps` if there is none.
+        num_examples: Number of examples in all steps.
+        data_wait_seconds: Time that the steps waited for data; NaN with deterministic operations.
+        digests: Digests of the global batches, `[num_steps, numbers]`; None without digests.
+        logs: Metrics after the last step.
     """
 
     upcoming: tf.experimental.Optional
@@ -48,19 +48,19 @@ class CallResult(NamedTuple):
 
 
 class LoopParts(NamedTuple):
-    """What a loop over an iterator runs for its steps.
+    """The functions of an inner loop.
 
     Args:
-        step: Takes the batch of a step and returns the loss, a scalar.
+        step: `(batch) -> loss`, from the batch of a step to a scalar.
         logs: Returns the metrics; called once, after the last step.
-        num_examples: Returns the number of examples of an element.
-        has_more: Returns whether there is an upcoming element.
-        step_batch: Returns the batch of a step for an element, with the devices that read it.
-        digest: Returns the digest of the global batch of an element, or of a `tf.TypeSpec` its own; None for none.
-        device: The device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
-        jit_compile: Compile the step with XLA.
-        run_again: Runs a step on an element again, one operation after another and without an update, where TensorFlow
-            hides the error of an operation; None where it reports it.
+        num_examples: `(element) -> size` of the global batch.
+        has_more: `(optional) -> bool`, whether another step follows.
+        step_batch: `(element) -> StepBatch`, with the devices that read the batch.
+        digest: `(element) -> digest` of the global batch, or `(spec) -> spec` of the digest; None without digests.
+        device: Device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
+        jit_compile: Whether XLA compiles the step.
+        run_again: Repeats the step of an element, one operation after another and without an update, to find an error
+            that TensorFlow hides; None if TensorFlow reports errors.
     """
 
     step: Callable[[Any], tf.Tensor]
@@ -75,23 +75,22 @@ class LoopParts(NamedTuple):
 
 
 class StepLoop(Protocol):
-    """What runs the steps of a call: the loop of this module, or that of `launched_steps`."""
+    """An inner loop: `CompiledLoop` or `launched_steps.LaunchedSteps`."""
 
     def __call__(
         self, iterator: Any, upcoming: tf.experimental.Optional, num_steps: int, stop_at_nonfinite: bool = False
     ) -> CallResult:
-        """Run at most so many steps from an upcoming element on."""
+        """Run at most `num_steps` steps, starting with the upcoming element."""
 
 
 class CompiledLoop:
     """A compiled loop of steps, with the upcoming batch on the devices of the step.
 
     Args:
-        run: Runs the steps, for the iterator, the upcoming element (an optional), the largest number of steps, and
-            whether to stop after a step with a loss that is not finite. A `tf.function` if `fill` is given.
+        run: Runs the steps, with the arguments of `__call__`; a `tf.function` unless `fill` is None.
         fill: Copies the tensors of the upcoming element to devices; None to leave them on the host.
-        current: The element of the step that runs, where TensorFlow hides the error of an operation; else None.
-        run_again: Runs a step on an element again, to find that error.
+        current: The element of the running step, if TensorFlow hides errors; else None.
+        run_again: Repeats the step of an element to find a hidden error.
     """
 
     def __init__(
@@ -109,26 +108,26 @@ class CompiledLoop:
     ) -> CallResult:
         """Run steps.
 
-        The last call has copied the element that it returned. Any other one, such as the first of an epoch, is copied
-        before the steps.
+        The last call has already copied the element that it returned. Any other element, such as the first of an epoch,
+        is copied now.
 
         Args:
-            iterator: The iterator over elements.
-            upcoming: The next element.
-            num_steps: The largest number of steps.
-            stop_at_nonfinite: Whether to stop after a step with a loss that is not finite. There is a compilation for
-                each choice.
+            iterator: Iterator over elements.
+            upcoming: The next element, an optional.
+            num_steps: Most steps to run.
+            stop_at_nonfinite: Whether to stop after a step whose loss is not finite. Each choice is compiled
+                separately.
         """
         arguments = iterator, upcoming, tf.constant(num_steps), stop_at_nonfinite
         if self._fill is not None and upcoming is not self._upcoming and upcoming.has_value():
             self._fill(upcoming)
-        self._upcoming = None  # for good if the steps raise an error
-        # What requests no device, such as the upcoming element that the loop returns, stays on the device of the call.
+        self._upcoming = None  # stays None if the steps raise an error
+        # Tensors that request no device, such as the upcoming element in the result, stay on the device of the call.
         on_host = contextlib.nullcontext() if self._fill is None else tf.device(HOST)
         with self._revealed(upcoming), on_host:
             if self._fill is not None:
                 with tf_function.repeatable_names():
-                    self.run.get_concrete_function(*arguments)  # it traces, in the turn of this thread
+                    self.run.get_concrete_function(*arguments)  # traces while this thread has the process lock
             with contextlib.nullcontext() if self._fill is None else process_lock.paused():
                 result: CallResult = self.run(*arguments)
         if self._current is not None:
@@ -144,28 +143,24 @@ class CompiledLoop:
 
 
 def compile_loop(parts: LoopParts, *, run_eagerly: bool = False) -> CompiledLoop:
-    """Compile a loop of steps over an iterator.
+    """Compile an inner loop over an iterator.
 
-    The next element is an optional value in the loop state, so the end of the data is a plain loop condition: the loop
-    raises no exception, no step runs under a conditional, and the caller receives the next element, if any. Its tensors
-    are copied to the devices of the step while the step before runs there.
+    The next element is an optional in the loop state, so the end of the data is a plain loop condition: the loop raises
+    no exception, no step is conditional, and the caller receives the next element. Its tensors are copied to the
+    devices of the step while the previous step runs.
 
-    The loop runs on the host, and its steps on their devices: TensorFlow would place the state of the loop on the first
-    GPU, and copy every batch there and back.
-    The condition needs no value of a device, so that the host fetches no loss between two steps, except in a loop that
-    has to stop at a loss that is not finite.
+    The loop runs on the host, as TensorFlow would otherwise place its state on the first GPU and copy every batch there
+    and back. The loop condition depends on no device, so that the host fetches no loss between two steps unless the
+    loop must stop at a loss that is not finite.
 
-    The host still launches a step when the one before has ended on a GPU. Only the values of the loop order the updates
-    of a step before the reads of the next one: TensorFlow 2.21 gives each value that the body of a loop returns a
-    control dependency on all operations with side effects in it (`auto_control_deps.py`, `__exit__`). From a GPU to
-    the host that is a message of no bytes, which arrives after all operations that the GPU was given (`gpu_util.cc`).
+    On GPUs, the host launches a step only after the previous one has ended: the values of the loop order the updates of
+    a step before the reads of the next. TensorFlow 2.21 gives each value that the body returns a control dependency on
+    all operations with side effects in it (`auto_control_deps.py`, `__exit__`). From a GPU to the host it is an empty
+    message, which arrives after all operations launched on the GPU (`gpu_util.cc`).
 
     Args:
-        parts: What the loop runs.
-        run_eagerly: Run Python step by step, for debugging; then no batch is copied ahead.
-
-    Returns:
-        The loop.
+        parts: The functions of the loop.
+        run_eagerly: Whether to run Python step by step for debugging; no batch is copied ahead.
     """
     step, logs, num_examples, has_more, step_batch, digest, device, jit_compile, run_again = parts
 
@@ -179,10 +174,10 @@ def compile_loop(parts: LoopParts, *, run_eagerly: bool = False) -> CompiledLoop
         def more(left: Any, *others: Any) -> tf.Tensor:
             return left > 0
 
-        def one(
+        def body(
             left: Any, done: Any, num_finite: Any, examples: Any, waited: Any, noted: Any, upcoming: Any
         ) -> tuple[Any, ...]:
-            # The next batch is fetched while the step runs; only the time after the step counts as waiting for data.
+            # The next batch is fetched while the step runs; only the time after the step counts as data wait.
             upcoming = _here(upcoming)
             with tf.control_dependencies([] if current is None else [current.put(upcoming)]):
                 element = upcoming.get_value()
@@ -206,7 +201,7 @@ def compile_loop(parts: LoopParts, *, run_eagerly: bool = False) -> CompiledLoop
             left = tf.where(has_more(upcoming), num_steps, 0)
             zeros = tf.constant(0), tf.constant(0), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64)
             noted = _arrays(digest(upcoming.element_spec), num_steps)
-            state = tf.while_loop(more, one, (left, *zeros, noted, upcoming))
+            state = tf.while_loop(more, body, (left, *zeros, noted, upcoming))
             _, done, num_finite, examples, waited, noted, upcoming = state
             digests = noted[0].stack()[:done] if noted else None
         return CallResult(upcoming, done, num_finite, examples, waited, digests, logs())
@@ -225,19 +220,19 @@ def compile_loop(parts: LoopParts, *, run_eagerly: bool = False) -> CompiledLoop
         reduce_retracing=True,
         jit_compile=jit_compile or None,
     )
-    run, first = (tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (loop, fill))
+    run, first = (tf.function(alone(part), autograph=False, reduce_retracing=True) for part in (loop, fill))
     return CompiledLoop(run, first, current, run_again)
 
 
 def _arrays(digest: tf.TypeSpec | None, num_steps: tf.Tensor) -> list[tf.TensorArray]:
-    """Return an array for the digests of the steps; none if they have none."""
+    """Return an array for the digests of the steps; empty without digests."""
     if not isinstance(digest, tf.TensorSpec):
         return []
     return [tf.TensorArray(digest.dtype, num_steps, element_shape=digest.shape)]
 
 
 def _seconds_of_waiting(loss: tf.Tensor, following: Any) -> tf.Tensor:
-    """Return the time from the end of a step to the arrival of the next batch; NaN where TensorFlow has no clock."""
+    """Return the time from the end of a step to the arrival of the next batch; NaN with deterministic operations."""
     if tf_determinism.is_enabled():
         return tf.constant(float("nan"), tf.float64)
     with tf.control_dependencies([loss]):
@@ -248,15 +243,15 @@ def _seconds_of_waiting(loss: tf.Tensor, following: Any) -> tf.Tensor:
 
 
 def _here(upcoming: Any) -> Any:
-    """Return an optional on the device of the scope: TensorFlow reads it where its tensor is."""
+    """Return an optional on the device of the scope, as TensorFlow reads optionals where their tensors are."""
     return tf.nest.map_structure(tf.identity, upcoming, expand_composites=True)
 
 
 def alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose traces TensorFlow counts separately, and which adds tensors in the order of its code.
+    """Return a function that adds tensors in the order of its code, and whose traces TensorFlow counts separately.
 
-    TensorFlow 2.21 warns of a function that is traced often, and counts the traces of all functions with the same code
-    together, so those of all models in a process (`_get_key_for_call_stats` in `polymorphic_function.py`).
+    TensorFlow 2.21 warns about functions that are traced often, and would count the functions of all models together,
+    as they have the same code (`_get_key_for_call_stats` in `polymorphic_function.py`).
     """
 
     @functools.wraps(function)
@@ -268,12 +263,7 @@ def alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def alone_on_devices(step: Callable[[Any], Any], jit_compile: bool) -> Callable[[Any], Any]:
-    """Return what `alone` does of a step, with sizes on the host where XLA does not compile it.
-
-    Args:
-        step: Takes a batch.
-        jit_compile: Whether XLA compiles the step.
-    """
+    """Apply `alone` to a step, with sizes on the host unless XLA compiles it."""
 
     def run(batch: Any) -> Any:
         with host_sizes.sizes_on_host():
@@ -283,15 +273,15 @@ def alone_on_devices(step: Callable[[Any], Any], jit_compile: bool) -> Callable[
 
 
 class StepsPerCall:
-    """Choose how many steps the next call runs, so that a call takes about a given time.
+    """Chooses the number of steps of the next call for a target duration.
 
-    The first call compiles and is not counted. The number grows at most tenfold from call to call, since a first
-    short measurement can be far off. It changes how often control returns to Python, never the result; only moving
-    statistics, which are averaged over the replicas after every call, may differ in their last bits.
+    The first call compiles and is not counted. The number grows at most tenfold per call, since a short measurement can
+    be far off. It does not change the result, except for the last bits of moving statistics, which are averaged over
+    the replicas after every call.
 
     Args:
         fixed: A fixed number of steps; None to choose by time.
-        seconds: The duration of a call.
+        seconds: Target duration of a call.
 
     Example:
         >>> steps = StepsPerCall()
@@ -318,5 +308,5 @@ class StepsPerCall:
         if not self._compiled:
             self._compiled = True
             return
-        wanted = int(self._seconds * num_steps / max(seconds, 1e-9))
-        self._num_steps = max(1, min(wanted, 10 * self._num_steps))
+        fitting = int(self._seconds * num_steps / max(seconds, 1e-9))
+        self._num_steps = max(1, min(fitting, 10 * self._num_steps))

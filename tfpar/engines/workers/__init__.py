@@ -1,1 +1,1 @@
-"""The engines in several processes: collectives between workers, and what they sum."""
+"""Engines in several processes, and the collectives between their workers."""

@@ -1,4 +1,4 @@
-"""The all-reduce between replicas: NCCL where each replica has a GPU of its own, else a ring."""
+"""The choice of the all-reduce: NCCL if each replica has a physical GPU of its own, else a ring."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tfpar.engines.workers.collectives import AllReduce, Group
 
 
 def agreed(all_reduce: AllReduce, devices: Sequence[str], hosts: Group, num_workers: int) -> Literal["ring", "nccl"]:
-    """Return the all-reduce for the devices of all workers, which must all call this.
+    """Choose the all-reduce together with the other workers, which must all call this.
 
     Args:
         all_reduce: The argument of the strategy.
-        devices: The devices of the replicas of this worker.
-        hosts: One device of each worker.
+        devices: Devices of the replicas of this worker.
+        hosts: A device of each worker.
         num_workers: Number of workers, each with the same number of replicas.
 
     Raises:
@@ -32,18 +32,18 @@ def agreed(all_reduce: AllReduce, devices: Sequence[str], hosts: Group, num_work
 
 
 def choose(all_reduce: AllReduce, cards: Sequence[int], num_workers: int) -> Literal["ring", "nccl"]:
-    """Return the all-reduce for the devices of all replicas; equal on all workers.
+    """Choose the all-reduce for the devices of all replicas.
 
-    TensorFlow 2.21 takes a ring for `"auto"`, also between GPUs
-    (`tensorflow/core/common_runtime/collective_param_resolver_local.cc`): through the memory of the host.
+    TensorFlow 2.21 itself uses a ring for `"auto"`, through the memory of the hosts even between GPUs
+    (`tensorflow/core/common_runtime/collective_param_resolver_local.cc`).
 
     Args:
         all_reduce: The argument of the strategy.
-        cards: For each replica, in rank order, a number that only replicas on the same physical GPU share; 0 for a CPU.
+        cards: Number of the physical GPU of each replica, by rank; 0 for a CPU.
         num_workers: Number of workers, each with the same number of replicas.
 
     Raises:
-        ValueError: If `"nccl"` is asked for, and a replica has no GPU of its own.
+        ValueError: If `all_reduce="nccl"` and a replica has no GPU of its own.
 
     Example:
         >>> choose("auto", [17, 29], num_workers=2), choose("auto", [17, 17], num_workers=2)
@@ -64,7 +64,7 @@ def choose(all_reduce: AllReduce, cards: Sequence[int], num_workers: int) -> Lit
 
 
 def _problem(cards: Sequence[int], workers: Sequence[int]) -> str | None:
-    """Return why NCCL cannot connect the replicas, as a clause; None if it can."""
+    """Explain in a clause why NCCL cannot connect the replicas; None if it can."""
     first: dict[int, int] = {}  # the first worker on each GPU
     for card, worker in zip(cards, workers, strict=True):
         if card == 0:

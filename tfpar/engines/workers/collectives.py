@@ -4,8 +4,8 @@
     stream 0                  │ pack  │ pack  │ pack
     stream 1                  │ pack  │ pack  │ pack
 
-TensorFlow's collectives send the packs (RING between CPUs, NCCL between GPUs). This module chooses the packs, their
-instance keys and the number of concurrent packs.
+TensorFlow's collectives send the packs (ring between CPUs, NCCL between GPUs). This module chooses the packs, their
+instance keys and how many are sent at the same time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfpar import host_sizes
 from tfpar.engines.steps.batches_ahead import HOST
 
 AllReduce = Literal["auto", "ring", "nccl"]
@@ -34,17 +35,17 @@ REDUCIBLE = (*_GATHERABLE, tf.bfloat16)
 
 
 class Group:
-    """A group of members, one device each, for collective operations.
+    """A group of devices for collective operations, one device per member.
 
     All members must call the same operations in the same order.
 
     Args:
-        devices: The devices of the members in this process, in order; none to count a group of other processes.
-        num_members: The number of members in all processes together.
-        implementation: `"nccl"`, if each member has a GPU of its own, or `"ring"`.
-        pack_bytes: A larger tensor is sent in packs of about this many bytes.
-        hosts: The hosts of the members, one member a process, which exchange sizes; None if the members are hosts.
-        order: The members in TensorFlow's order, from `order_of_members`; None if that is theirs.
+        devices: Devices of the members in this process, in order; may be empty.
+        num_members: Number of members, in all processes together.
+        implementation: `"ring"`, or `"nccl"` if each member has a physical GPU of its own.
+        pack_bytes: Larger tensors are sent in packs of about this many bytes.
+        hosts: Group of the hosts, one member per process, which exchange sizes; None if the members are hosts.
+        order: Members in TensorFlow's order, from `order_of_members`; None if it is the same.
 
     Example:
         >>> group = Group(["CPU:0"], num_members=2)
@@ -71,11 +72,11 @@ class Group:
         self._tokens = [_tokens(device, implementation, self._key) for device in devices]
 
     def all_reduce(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return the sum of the tensors of all members, with the same bits on each.
+        """Return the sum of the tensors of all members, bitwise equal on all.
 
         Args:
             tensor: A dense tensor of numbers or booleans, with the same shape on every member.
-            member: The number of the calling member in this process.
+            member: Index of the calling member in this process.
         """
         if self.num_members == 1:
             return tensor
@@ -88,14 +89,14 @@ class Group:
             return tf.reshape(self._reduce(padded, member, exponent)[:size], tf.shape(tensor))
         size_bytes = num_elements * tensor.dtype.size
         if self.num_members == 2 and size_bytes < GATHER_BYTES:
-            # An all-gather takes one round of messages, the ring takes two.
+            # An all-gather takes one round of messages, a ring all-reduce two.
             return tf.add_n(tf.unstack(tf.reshape(self._gather(tensor[None], member), [2, *tensor.shape])))
         return self._reduce(tensor, member, subdivisions=self._subdivisions(size_bytes))
 
     def _subdivisions(self, size_bytes: int) -> int:
-        """Return `max_subdivs_per_device` for a tensor: the default chunks exceed the CPU cache and take twice as long.
+        """Return `max_subdivs_per_device` for a tensor.
 
-        `python -m benchmarks all_reduce` measures it.
+        TensorFlow's default chunks exceed the CPU cache and take twice as long (`python -m benchmarks all_reduce`).
         """
         number = -(-size_bytes // (self.num_members * self._pack_bytes))
         return number if number > 2 else 0
@@ -104,8 +105,8 @@ class Group:
         """Return the rows of the tensors of all members, in the order of the members.
 
         Args:
-            tensors: `[rows, ...]` each, with equal numbers of rows; members may have different numbers.
-            member: The number of the calling member in this process.
+            tensors: Tensors `[rows, ...]` with equal numbers of rows, which may differ between members.
+            member: Index of the calling member in this process.
         """
         if self.num_members == 1:
             return list(tensors)
@@ -115,18 +116,18 @@ class Group:
         padded = [pad_rows(tensor, most) for tensor in tensors]
         with tf.device(HOST):
             filled = tf.sequence_mask(sizes, tf.bitwise.left_shift(1, padded[0][0]))
-            places = tf.where(tf.reshape(filled, [-1]))[:, 0]
-        return [tf.gather(self.all_gather_padded(one, exponent, member), places) for exponent, one in padded]
+            indices = tf.where(tf.reshape(filled, [-1]))[:, 0]
+        return [tf.gather(self.all_gather_padded(rows, exponent, member), indices) for exponent, rows in padded]
 
     def all_gather_sizes(self, sizes: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return sizes of the tensors of all members, int32 `[members, sizes]`, in the memory of the host.
+        """Return sizes of all members, int32 `[members, sizes]`, in the memory of the host.
 
-        A message between GPUs comes after all operations launched before it. The host, which needs the sizes to launch
-        the next operations, would wait for them.
+        Hosts exchange them: a message between GPUs would wait for all operations launched before it, and the host needs
+        the sizes to launch the next operations.
 
         Args:
-            sizes: Sizes of the tensors of the calling member, int32 `[sizes]`.
-            member: The number of the calling member in this process.
+            sizes: Sizes of the calling member, int32 `[sizes]`.
+            member: Index of the calling member in this process.
         """
         if self._hosts is None:
             return self.all_gather_equal_shapes(sizes[None], member)
@@ -143,22 +144,22 @@ class Group:
         return tensor if self.num_members == 1 else self._gather(tensor, member)
 
     def all_gather_padded(self, padded: tf.Tensor, exponent: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return the elements of the tensors of all members.
+        """Return the rows of the padded tensors of all members.
 
         Args:
-            padded: A tensor, or all its elements as a vector, from `pad_rows` with an equal exponent on all members.
-            exponent: The exponent from `pad_rows`.
-            member: The number of the calling member in this process.
+            padded: A tensor from `pad_rows`, or its elements as a vector.
+            exponent: Exponent from `pad_rows`, equal on all members.
+            member: Index of the calling member in this process.
         """
         return padded if self.num_members == 1 else self._gather(padded, member, exponent)
 
     def all_reduce_many(self, tensors: Sequence[tf.Tensor], member: int = 0) -> list[tf.Tensor]:
-        """Return the sums of several small tensors, with one message for each dtype."""
+        """Return the sums of several small tensors, with one message per dtype."""
         sums: list[Any] = list(tensors)
-        kinds = collections.defaultdict(list)
+        indices_by_dtype = collections.defaultdict(list)
         for index, tensor in enumerate(tensors):
-            kinds[tensor.dtype].append(index)
-        for indices in kinds.values():
+            indices_by_dtype[tensor.dtype].append(index)
+        for indices in indices_by_dtype.values():
             message = tf.concat([tf.reshape(tensors[index], [-1]) for index in indices], 0)
             sizes = [tf.size(tensors[index]) for index in indices]
             total = self.all_reduce(message, member)
@@ -186,11 +187,11 @@ class Group:
             rows = tf.raw_ops.CollectiveGatherV2(input=tensor, **self._collective_arguments(member, variant))
             if self.order == sorted(self.order):
                 return rows
-            of_members = tf.split(rows, self.num_members)
-            return tf.concat([of_members[self.order.index(number)] for number in range(self.num_members)], 0)
+            by_order = tf.split(rows, self.num_members)
+            return tf.concat([by_order[self.order.index(number)] for number in range(self.num_members)], 0)
 
     def _collective_arguments(self, member: int, variant: Any) -> dict[str, Any]:
-        """Return the group and instance keys: TensorFlow allows one shape only for each instance key."""
+        """Return the arguments of a collective; TensorFlow allows a single shape per instance key."""
         count = next(self._counts[member])
         tokens = self._tokens[member]
         return {
@@ -205,14 +206,14 @@ class Group:
 def order_of_members(devices: Sequence[str], num_members: int, first: int) -> list[int]:
     """Return all members in the order in which TensorFlow gathers their rows; all processes must call this.
 
-    TensorFlow 2.21 sorts processes by the names of their tasks, as text: task 10 comes before task 2. The GPUs of one
-    are sorted by their links (`CompleteGroupLocal` and `OrderTaskDeviceMap` in
+    TensorFlow 2.21 sorts processes by the names of their tasks as text, with task 10 before task 2, and the GPUs of a
+    process by their links (`CompleteGroupLocal` and `OrderTaskDeviceMap` in
     tensorflow/core/common_runtime/collective_param_resolver_local.cc).
 
     Args:
-        devices: The devices of the members in this process, in order.
-        num_members: The number of members in all processes together.
-        first: The number of the first member in this process.
+        devices: Devices of the members in this process, in order.
+        num_members: Number of members, in all processes together.
+        first: Index of the first member of this process among all members.
 
     Example:
         >>> order_of_members(["CPU:0"], num_members=1, first=0)
@@ -220,10 +221,10 @@ def order_of_members(devices: Sequence[str], num_members: int, first: int) -> li
     """
     if num_members == 1:
         return [0]
-    group = Group(devices, num_members)  # the order is that of NCCL too, and the ring needs no communicator
+    group = Group(devices, num_members)  # a ring has the order of NCCL, and needs no communicator
 
     @tf.function(autograph=False)
-    def gather() -> list[tf.Tensor]:  # of all members here at the same time
+    def gather() -> list[tf.Tensor]:  # all members of this process at the same time
         numbers = range(len(devices))
         return [group.all_gather_equal_shapes(tf.constant([first + number], tf.int64), number) for number in numbers]
 
@@ -231,11 +232,14 @@ def order_of_members(devices: Sequence[str], num_members: int, first: int) -> li
 
 
 def pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Pad with zeros to the next power of two of `num_rows`, so that there are few shapes; return its exponent first.
+    """Pad a tensor with zero rows to a power of two, for few different shapes.
 
     Args:
-        tensor: `[rows, ...]`.
-        num_rows: At least the number of rows.
+        tensor: A tensor `[rows, ...]`.
+        num_rows: Least number of rows after padding.
+
+    Returns:
+        `(exponent, padded)`: `padded` has 2 to the power of `exponent` rows.
     """
     rows_here = tf.shape(tensor)[0]
     with tf.device(HOST):
@@ -246,30 +250,26 @@ def pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
 
 
 def _tokens(device: str, implementation: Literal["ring", "nccl"], group_key: int) -> list[tf.Tensor]:
-    """Return the ordering tokens of a member, one for each concurrent message.
+    """Return the ordering tokens of a member, one per concurrent message.
 
-    A tf.function runs collectives with the same token sequentially, others concurrently. NCCL needs the same order on
-    all devices, so all groups share the tokens of a GPU: with tokens of their own, two processes could start the
-    collectives of two groups in different orders, and each wait for the other.
+    A `tf.function` runs collectives with the same token sequentially, others concurrently. NCCL needs the same order on
+    all devices, so all groups share the tokens of a GPU. Otherwise two processes could start the collectives of two
+    groups in different orders, and wait for each other forever.
 
     Args:
-        device: The device of the member.
-        implementation: The implementation of its group.
-        group_key: The number of its group.
+        device: Device of the member.
+        implementation: Implementation of the group.
+        group_key: Key of the group.
     """
     num_streams = 1 if implementation == "nccl" else NUM_STREAMS
-    if implementation == "nccl" or _is_gpu(device):
+    if implementation == "nccl" or host_sizes.is_gpu(device):
         return [_shared_token(device, stream) for stream in range(num_streams)]
     return [_token(device, f"{group_key}/{device}/{stream}") for stream in range(num_streams)]
 
 
-def _is_gpu(device: str) -> bool:
-    return bool(tf.DeviceSpec.from_string(device).device_type == "GPU")
-
-
 @functools.cache
 def _shared_token(device: str, stream: int) -> tf.Tensor:
-    """Return one object for all groups: a tf.function orders by it, and not by the name of the handle."""
+    """Return the token of a stream, the same object for all groups: a `tf.function` orders by object, not by name."""
     return _token(device, f"{device}/{stream}")
 
 

@@ -1,4 +1,4 @@
-"""Metric states of the replicas of all workers: their sums, and the states themselves for a checkpoint."""
+"""Metric states of the replicas of all workers, summed for logs and gathered for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tfpar.reduction import metric_logs
 
 
 class MetricSums:
-    """Reduce metric states, of which every replica holds a term of the sum, over all workers.
+    """Reduces metric states over all workers; every replica holds a term of each sum.
 
     Args:
-        strategy: The strategy of the replicas.
-        hosts: One device of each worker.
-        rank: The rank of this worker.
-        num_replicas: Replicas of all workers together.
+        strategy: The `tf.distribute` strategy of the replicas.
+        hosts: A device of each worker.
+        rank: Rank of this worker.
+        num_replicas: Number of replicas, on all workers together.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, hosts: Group, rank: int, num_replicas: int) -> None:
@@ -29,7 +29,7 @@ class MetricSums:
         self._rank, self._num_replicas = rank, num_replicas
 
     def results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
-        """Return the logs of steps of a kind over the examples of all workers; no state changes."""
+        """Return the logs of steps of a kind over the examples of all workers, without changing any state."""
         variables = summed_variables(model)
         copies = [copy for variable in variables for copy in self._strategy.experimental_local_results(variable.value)]
         before = [copy.read_value() for copy in copies]
@@ -45,15 +45,15 @@ class MetricSums:
         """Return the states of the replicas of all workers.
 
         Args:
-            states: The states of this worker's replicas, `[local replicas, ...]` each.
+            states: States of this worker's replicas, `[local replicas, ...]` each.
         """
         rows = [np.zeros((self._num_replicas, *state.shape[1:]), state.dtype) for state in states]
-        for row, state in zip(rows, states, strict=True):  # a sum of states in which the other rows are zero
+        for row, state in zip(rows, states, strict=True):  # the rows of other workers are zero, so the sum is a gather
             row[self._rank * len(state) : (self._rank + 1) * len(state)] = state
         return [total.numpy() for total in self._hosts.all_reduce_many(list(map(tf.constant, rows)))]
 
     def assign_local_sum(self, variable: keras.Variable, value: Any) -> None:
-        """Set the states of this worker's replicas so that they sum to a value."""
+        """Set the states of this worker's replicas so that their sum is `value`."""
         first, *others = self._strategy.experimental_local_results(variable.value)
         first.assign(value)
         for other in others:

@@ -1,4 +1,4 @@
-"""Outputs of the replicas of all workers, combined into those of the global batch on every worker."""
+"""All-gather of model outputs over the replicas of all workers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from tfpar.engines.steps.batches_ahead import HOST
 
 
 def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:
-    """Return the outputs for the global batch from those of every replica; called in replica context.
+    """Return the outputs for the global batch on every replica, in replica context.
 
     Args:
-        outputs: The outputs of the calling replica, `[examples, ...]` in any structure.
-        example_weight: The weight of an example; less than 1 if every replica computed the whole batch.
-        num_examples: The size of the global batch.
-        num_replicas: Replicas of all workers together.
+        outputs: Outputs of the calling replica, `[examples, ...]` in any structure.
+        example_weight: Weight of an example; less than 1 if every replica computed the whole batch.
+        num_examples: Size of the global batch.
+        num_replicas: Number of replicas, on all workers together.
 
     Raises:
-        TypeError: If an output is no dense tensor.
+        TypeError: If an output is not a dense tensor.
     """
     context = tf.distribute.get_replica_context()
     index = tf.cast(tf.get_static_value(context.replica_id_in_sync_group), tf.int64)
-    with tf.device(HOST):  # sizes on a GPU would let the host wait for it
+    with tf.device(HOST):  # the host would wait for sizes on a GPU
         start = tf.where(example_weight < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
 
     def gather(output: Any) -> tf.Tensor:
-        """Return the rows of all replicas, of which the first one counts if every replica computed the whole batch."""
+        """Return the rows of all replicas, or those of the first if every replica computed the whole batch."""
         if not isinstance(output, tf.Tensor):
             raise TypeError(
                 f"Over several workers a model must predict dense tensors, and it returned "
@@ -39,16 +39,16 @@ def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf
             shape = tf.concat([[num_examples], shape_here[1:]], 0)
         if output.dtype == tf.string:
             with tf.device(HOST):
-                return _gather_texts(output[:rows], start, shape)
+                return _gather_strings(output[:rows], start, shape)
         return _sum_in_place(output[:rows], start, shape)
 
     return tf.nest.map_structure(gather, outputs)
 
 
-def _gather_texts(texts: tf.Tensor, start: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Return texts of all replicas: collectives send numbers, so first their lengths are sent, then their bytes."""
-    flat = tf.reshape(texts, [-1])
-    lengths_here = tf.reshape(tf.strings.length(flat), tf.shape(texts))
+def _gather_strings(strings: tf.Tensor, start: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+    """Return the strings of all replicas, sent as numbers: first their lengths, then their bytes."""
+    flat = tf.reshape(strings, [-1])
+    lengths_here = tf.reshape(tf.strings.length(flat), tf.shape(strings))
     lengths = tf.reshape(_sum_in_place(lengths_here, start, shape), [-1])
     num_bytes = tf.concat([[0], tf.cumsum(lengths)], 0)
     start_byte = num_bytes[start * tf.reduce_prod(shape[1:])]
@@ -60,8 +60,8 @@ def _gather_texts(texts: tf.Tensor, start: tf.Tensor, shape: tf.Tensor) -> tf.Te
 
 
 def _sum_in_place(rows: tf.Tensor, start: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Sum tensors of the size of the whole over all replicas; each fills its own rows and leaves zeros elsewhere."""
+    """Gather rows by a sum over all replicas, in which each fills its own rows and leaves zeros elsewhere."""
     with tf.device(HOST):
-        places = (start + tf.range(tf.shape(rows, tf.int64)[0]))[:, None]
-    whole = tf.tensor_scatter_nd_update(tf.zeros(shape, rows.dtype), places, rows)
+        indices = (start + tf.range(tf.shape(rows, tf.int64)[0]))[:, None]
+    whole = tf.tensor_scatter_nd_update(tf.zeros(shape, rows.dtype), indices, rows)
     return tf.distribute.get_replica_context().all_reduce("SUM", whole)

@@ -1,7 +1,7 @@
-"""New weights from their owners to all replicas: all-gathers in packs, in which every owner sends as much.
+"""Updated weights, sent from their owners to all replicas by all-gathers of equally long rows.
 
-replica 0 owns a, d   │ a a a d │ d     0 0 │      the rows of each all-gather, with zeros
-replica 1 owns b, c   │ b b c c │ c c c c c │      where an owner has no more
+replica 0 owns a, d   │ a a a d │ d     0 0 │      the rows of each all-gather, padded with zeros
+replica 1 owns b, c   │ b b c c │ c c c c c │      when an owner has no more elements
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tfpar.engines.workers.collectives import Group
 
 
 class CollectiveCommunicator:
-    """The messages between the copies of weights in the workers of a job.
+    """Messages between the copies of weights on the workers of a job.
 
     Args:
-        rank: The rank of this worker.
-        hosts: One device of each worker.
-        group_of: Returns the group of the copies of a weight by the device of the first one here. In each process they
-            are on as many devices.
-        pack_bytes: The most bytes of a message with new weights.
+        rank: Rank of this worker.
+        hosts: A device of each worker.
+        group_of: Returns the group of the copies of a weight, by the device of the first copy in this process. Each
+            process has the same number of copies.
+        pack_bytes: Most bytes of a message with updated weights.
     """
 
     def __init__(self, rank: int, hosts: Group, group_of: Callable[[str], Group], pack_bytes: int) -> None:
@@ -32,25 +32,25 @@ class CollectiveCommunicator:
 
     def send(self, weights: Sequence[Copies]) -> None:
         """Send each weight from its owner to all other replicas."""
-        of_groups: dict[Group, dict[tf.DType, list[Copies]]] = {}
+        by_group: dict[Group, dict[tf.DType, list[Copies]]] = {}
         for weight in weights:
             first = weight.memories[0]
-            of_types = of_groups.setdefault(self._group_of(first.device), collections.defaultdict(list))
-            of_types[first.dtype].append(weight)
-        for group, of_types in of_groups.items():
-            for dtype, of_type in of_types.items():
-                self._send(group, of_type, dtype)
+            by_dtype = by_group.setdefault(self._group_of(first.device), collections.defaultdict(list))
+            by_dtype[first.dtype].append(weight)
+        for group, by_dtype in by_group.items():
+            for dtype, same_dtype in by_dtype.items():
+                self._send(group, same_dtype, dtype)
 
     def _send(self, group: Group, weights: Sequence[Copies], dtype: tf.DType) -> None:
         most = max(1, self._pack_bytes // (group.num_members * dtype.size))
         num_replicas = len(weights[0].memories)
         first_replica = self._rank * num_replicas
         received = [_gather(weights, group, replica, first_replica + replica, most) for replica in range(num_replicas)]
-        for replica, pieces in enumerate(received):
-            for number, of_weight in pieces.items():
-                memory, after = weights[number].memories[replica], weights[number].after[replica : replica + 1]
+        for replica, spans_by_weight in enumerate(received):
+            for index, spans in spans_by_weight.items():
+                memory, after = weights[index].memories[replica], weights[index].after[replica : replica + 1]
                 with tf.device(memory.device), tf.control_dependencies(after):
-                    memory.assign(tf.reshape(tf.concat(of_weight, 0), memory.shape))
+                    memory.assign(tf.reshape(tf.concat(spans, 0), memory.shape))
 
     def add(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of a small tensor over all workers."""
@@ -58,13 +58,13 @@ class CollectiveCommunicator:
 
 
 class _Span(NamedTuple):
-    """The elements of a weight in a pack.
+    """A range of elements of a weight in a pack.
 
     Args:
-        weight: The number of the weight.
-        begin: The first element of the weight.
-        end: The element after the last.
-        place: The place of the first element in the row of the owner.
+        weight: Index of the weight.
+        begin: First element of the range.
+        end: Element after the last.
+        place: Position of the first element in the row of the owner.
     """
 
     weight: int
@@ -74,12 +74,12 @@ class _Span(NamedTuple):
 
 
 def _packs(weights: Sequence[Copies], num_owners: int, most: int) -> Iterator[tuple[int, list[_Span]]]:
-    """Yield the length of the rows of each pack, and its spans.
+    """Yield the row length and the spans of each pack.
 
     Args:
-        weights: Weights of one type.
-        num_owners: The number of owners.
-        most: The most elements of a row.
+        weights: Weights of one dtype.
+        num_owners: Number of owners.
+        most: Most elements per row.
     """
     starts, totals = [], [0] * num_owners
     sizes = [int(weight.memories[0].shape.num_elements()) for weight in weights]
@@ -98,14 +98,14 @@ def _packs(weights: Sequence[Copies], num_owners: int, most: int) -> Iterator[tu
 def _gather(
     weights: Sequence[Copies], group: Group, replica: int, owner_here: int, most: int
 ) -> Mapping[int, list[tf.Tensor]]:
-    """Return the elements of the weights of other owners on a local replica, in pieces, by the number of the weight.
+    """Receive the weights of other owners on a local replica, as spans of elements by the index of the weight.
 
     Args:
-        weights: Weights of one type.
+        weights: Weights of one dtype.
         group: All replicas.
-        replica: The number of the replica in this process.
-        owner_here: Its number in the group.
-        most: The most elements of an owner in a pack.
+        replica: Index of the replica in this process.
+        owner_here: Index of the replica in the group.
+        most: Most elements per owner in a pack.
     """
     received: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
     with tf.device(weights[0].memories[replica].device):

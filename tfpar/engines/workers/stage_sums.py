@@ -1,4 +1,4 @@
-"""Sums over the workers of a job of what the stages of their pipelines compute.
+"""Collectives between the workers of a job whose pipelines have the same stages.
 
 worker 0   stage 0 on GPU:0   stage 1 on GPU:1
                 │                  │            a group for each device: its messages wait for no other stage
@@ -19,14 +19,14 @@ from tfpar.reduction.gradients.all_reduce import sum_in_packs
 
 
 class StageSums:
-    """The workers of a job as `tfpar.pipeline.execution.other_workers.Peers`.
+    """Implements `tfpar.pipeline.execution.other_workers.Peers` for the workers of a job.
 
     Args:
-        devices: The devices of this worker, full names; those of all workers have the same order.
-        rank: The rank of this worker.
-        num_workers: The number of workers.
-        hosts: One device of each worker.
-        implementation: How the gradients are sent.
+        devices: Full names of this worker's devices, in the same order on all workers.
+        rank: Rank of this worker.
+        num_workers: Number of workers.
+        hosts: A device of each worker.
+        implementation: Implementation of the collectives between the devices.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StageSums:
         }
 
     def group(self, place: tuple[str, int]) -> Group:
-        """Return the group of one device of each worker, by the type and number of the device."""
+        """Return the group of a device of each worker, by the type and index of the device."""
         return self._groups[place]
 
     def add(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -54,13 +54,13 @@ class StageSums:
     def add_gradients(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
         """Return the sum of the gradient of each weight over all workers, on the device of the weight."""
         sums: list[Any] = [None] * len(gradients)
-        homes = [place_of(weight.value.device) for weight in weights]
-        for home in dict.fromkeys(homes):
-            of_home = [index for index, other in enumerate(homes) if other == home]
-            given = [gradients[index] for index in of_home]
-            with tf.device(weights[of_home[0]].value.device):
-                found = sum_in_packs(given, self._groups[home].all_reduce, PACK_BYTES)
-            for index, total in zip(of_home, found, strict=True):
+        places = [place_of(weight.value.device) for weight in weights]
+        for place in dict.fromkeys(places):
+            indices = [index for index, other in enumerate(places) if other == place]
+            local = [gradients[index] for index in indices]
+            with tf.device(weights[indices[0]].value.device):
+                totals = sum_in_packs(local, self._groups[place].all_reduce, PACK_BYTES)
+            for index, total in zip(indices, totals, strict=True):
                 sums[index] = total
         return sums
 
@@ -68,7 +68,7 @@ class StageSums:
         """Return the rows of tensors of all workers, in the order of their ranks.
 
         Raises:
-            TypeError: If one is ragged or sparse.
+            TypeError: If a tensor is ragged or sparse.
         """
         for tensor in tensors:
             if not isinstance(tensor, tf.Tensor):
@@ -80,6 +80,6 @@ class StageSums:
 
 
 def place_of(device: str) -> tuple[str, int]:
-    """Return the type and number of a device."""
+    """Return the type and index of a device."""
     spec = tf.DeviceSpec.from_string(device)
     return str(spec.device_type), int(spec.device_index or 0)

@@ -1,17 +1,17 @@
-"""Sufficient factors: the two factors of a Dense layer's gradient, gathered if that takes less time than an all-reduce.
+"""Sufficient factors of the gradient of a Dense kernel, gathered where that is faster than an all-reduce.
 
     kernel [2048, 2048] of a Dense layer, 16 examples on each of two workers:
 
     gradient   = inputs' x deltas    [2048, 16] x [16, 2048] → [2048, 2048]      all-reduce: 16.8 MB a worker
     factors    = inputs, deltas      [16, 2048] and [16, 2048]                   all-gather:  0.3 MB a worker
 
-The gradient of the global batch is the product of all rows of both factors. So an all-gather and one matmul give the
+The gradient of the global batch is the product of all rows of both factors, so an all-gather and one matmul give the
 exact sum. (Xie et al. 2014, "Distributed Machine Learning via Sufficient Factor Broadcasting",
 arXiv 1409.5705; Zhang et al. 2017, "Poseidon", USENIX ATC, which chooses between the two by size, as this module does.)
 
-Every replica computes the product, with equal bits only on equal hardware with deterministic operations. CPUs use
-factors by their size alone, so that a run that is repeated or resumed repeats the choice; for GPUs a measured bandwidth
-decides.
+Every replica computes the product. It is bitwise equal only on equal hardware with deterministic operations. On CPUs
+the size of the factors alone decides, so that a repeated or resumed run makes the same choice; on GPUs also the
+measured bandwidth.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tfpar.engines.workers.collectives import Group, pad_rows
 from tfpar.reduction.gradients.all_reduce import as_vector
 from tfpar.reduction.gradients.gradient_order import use_early
 
-# In the time that a byte takes over the loopback, the fastest network between CPUs, a core does over 100 operations.
+# A core does over 100 operations while a byte crosses the loopback interface, the fastest network between CPUs.
 FLOPS_PER_BYTE = 100
-# More than 100-gigabit Ethernet, and less than NVLink: slower networks of GPUs profit from factors.
+# Between 100-gigabit Ethernet and NVLink; slower networks between GPUs profit from factors.
 FAST_BYTES_PER_SECOND = 25e9
 _TIMED_BYTES, _TIMED_REPETITIONS = 16 << 20, 3
 
@@ -43,10 +43,10 @@ _TIMED_BYTES, _TIMED_REPETITIONS = 16 << 20, 3
 def are_used(
     device_types: Sequence[str], equal_processors: bool, deterministic: bool, bytes_per_second: Callable[[], float]
 ) -> bool:
-    """Return whether replicas may compute sums of gradients from sufficient factors.
+    """Return True if replicas may compute summed gradients from sufficient factors.
 
     Args:
-        device_types: The types of the devices of a worker, such as `"GPU"`.
+        device_types: Device types of a worker, such as `"GPU"`.
         equal_processors: Whether all workers have the same hardware and settings.
         deterministic: Whether `tf.config.experimental.enable_op_determinism` was called.
         bytes_per_second: Measures the bandwidth of the all-reduce; called for GPUs only.
@@ -59,16 +59,16 @@ def are_used(
         return False
     if "GPU" not in device_types:
         return True
-    # Without determinism two equal GPUs may round the product differently, and the replicas would drift apart.
+    # Without determinism, equal GPUs may round the product differently, and the replicas would drift apart.
     return deterministic and bytes_per_second() < FAST_BYTES_PER_SECOND
 
 
 def bandwidth(group: Group, num_local: int) -> float:
-    """Return the bytes per second that each member sends in an all-reduce; all members must call this.
+    """Measure the bytes per second that each member sends in an all-reduce; all members must call this.
 
     Args:
         group: All replicas.
-        num_local: The number of replicas of this process.
+        num_local: Number of replicas of this process.
     """
 
     @tf.function(autograph=False)
@@ -86,37 +86,32 @@ def bandwidth(group: Group, num_local: int) -> float:
 
 
 class Factors(NamedTuple):
-    """The factors of one gradient: the inputs of a layer, `[rows, inputs]`, and its output gradient."""
+    """The factors of a gradient: layer inputs `[rows, inputs]` and output gradient `[rows, outputs]`."""
 
     inputs: tf.Tensor
     output_gradient: tf.Tensor
 
 
 def sufficient_factors_of(gradient: Any, num_examples: int, num_threads: int = 1) -> Factors | None:
-    """Return the sufficient factors of a gradient, None if it has none or if an all-reduce takes less time.
+    """Return the sufficient factors of a gradient; None if it has none or an all-reduce is faster.
 
-    A gradient has factors if it is the matmul of one use of a Dense kernel in the step, without a penalty on the
-    kernel. Then every worker gathers all rows and multiplies them.
+    A gradient has factors if it is a single matmul: the Dense kernel is used once in the step and has no regularizer.
 
     Args:
-        gradient: A gradient from the graph of a step, as the tape returned it.
-        num_examples: Examples of a global batch.
-        num_threads: The threads that multiply on a worker, equal on all workers.
+        gradient: A gradient in the graph of a step, as returned by the tape.
+        num_examples: Size of a global batch.
+        num_threads: Threads that multiply on a worker, equal on all workers.
     """
-    factors = factors_of(gradient)
-    num_rows = None if factors is None else num_rows_of(factors.inputs, num_examples)
-    if num_rows is None:
+    factors = _factors_of(gradient)
+    rows_per_example = None if factors is None else _rows_per_example(factors.inputs)
+    if rows_per_example is None:
         return None
-    num_inputs, num_outputs = gradient.shape
-    return factors if take_less_time(num_rows, num_inputs, num_outputs, num_threads) else None
+    num_rows, (num_inputs, num_outputs) = math.ceil(rows_per_example * num_examples), gradient.shape
+    return factors if are_faster(num_rows, num_inputs, num_outputs, num_threads) else None
 
 
-def factors_of(gradient: Any) -> Factors | None:
-    """Return the sufficient factors of a gradient; None if it has none.
-
-    Args:
-        gradient: As for `sufficient_factors_of`.
-    """
+def _factors_of(gradient: Any) -> Factors | None:
+    """Return the sufficient factors of a gradient, whichever is faster; None if it has none."""
     if not isinstance(gradient, tf.Tensor) or tf.executing_eagerly() or gradient.shape.rank != 2:
         return None
     matmul = gradient.op
@@ -125,31 +120,20 @@ def factors_of(gradient: Any) -> Factors | None:
     return Factors(*matmul.inputs) if all(gradient.shape) else None
 
 
-def num_rows_of(tensor: tf.Tensor, num_examples: int) -> int | None:
-    """Return the rows of a tensor for a global batch; None if the shapes in the graph do not determine them.
+def are_faster(num_rows: int, num_inputs: int, num_outputs: int, num_threads: int) -> bool:
+    """Return True if factors are faster than an all-reduce of their product.
+
+    With n workers, each sends 2(n-1)/n times the gradient in an all-reduce. With factors, it sends (n-1)/n times the
+    rows in an all-gather, and multiplies as many rows in addition to its own.
 
     Args:
-        tensor: A tensor of the graph of a step, `[rows, ...]`.
-        num_examples: Examples of the global batch.
-    """
-    rows_per_example = _rows_per_example(tensor)
-    return None if rows_per_example is None else math.ceil(rows_per_example * num_examples)
-
-
-def take_less_time(num_rows: int, num_inputs: int, num_outputs: int, num_threads: int) -> bool:
-    """Return whether factors take less time than an all-reduce of their product.
-
-    Of n workers, each sends 2(n-1)/n times the gradient in an all-reduce, and (n-1)/n times the rows in an all-gather,
-    and multiplies (n-1)/n times the rows more than its own.
-
-    Args:
-        num_rows: Rows of the global batch.
+        num_rows: Rows of both factors, for the global batch.
         num_inputs: Columns of the first factor.
         num_outputs: Columns of the second factor.
         num_threads: As for `sufficient_factors_of`.
 
     Example:
-        >>> take_less_time(32, 2048, 2048, 1), take_less_time(4096, 2048, 2048, 1)
+        >>> are_faster(32, 2048, 2048, 1), are_faster(4096, 2048, 2048, 1)
         (True, False)
     """
     flops = 2 * num_rows * num_inputs * num_outputs
@@ -158,49 +142,49 @@ def take_less_time(num_rows: int, num_inputs: int, num_outputs: int, num_threads
 
 
 def _rows_per_example(tensor: tf.Tensor) -> float | None:
-    """Return how many rows of a tensor an example has; None if the shapes in the graph do not determine it.
+    """Return the rows of a tensor per example; None if the shapes in the graph do not determine it.
 
-    A layer may take the positions of a sequence as rows, `[batch, time, features]` as `[batch * time, features]`.
+    A layer may use the positions of a sequence as rows: `[batch, time, features]` as `[batch * time, features]`.
     """
     waiting, seen = [(tensor, 1.0)], set()
     while waiting:
-        one, rows = waiting.pop()
-        if one.op.type == "Placeholder":  # an argument of the step
+        tensor, rows = waiting.pop()
+        if tensor.op.type == "Placeholder":  # an argument of the step
             return rows
-        if one.op in seen:
+        if tensor.op in seen:
             continue
-        seen.add(one.op)
-        given = [each for each in one.op.inputs if each.shape.rank and each.shape[0] is None]
-        if one.op.type == "Reshape":
-            sizes = [each.shape[1:].num_elements() for each in (*given[:1], one)]
+        seen.add(tensor.op)
+        inputs = [value for value in tensor.op.inputs if value.shape.rank and value.shape[0] is None]
+        if tensor.op.type == "Reshape":
+            sizes = [value.shape[1:].num_elements() for value in (*inputs[:1], tensor)]
             if len(sizes) < 2 or not all(sizes):
                 continue
             rows *= sizes[0] / sizes[1]
-        waiting += [(each, rows) for each in reversed(given)]
+        waiting += [(value, rows) for value in reversed(inputs)]
     return None
 
 
-def products(group: Group, member: int, many: Sequence[Factors], loss: tf.Tensor) -> list[Callable[[], tf.Tensor]]:
-    """Return, for each pair of factors, a function that gathers those of all replicas and multiplies them.
+def products(group: Group, member: int, pairs: Sequence[Factors], loss: tf.Tensor) -> list[Callable[[], tf.Tensor]]:
+    """Return a function per pair of factors that gathers the pairs of all replicas and multiplies them.
 
-    The functions may be called in any order that is the same on all replicas.
+    The functions may be called in any order, if it is the same on all replicas.
 
     Args:
         group: All replicas.
-        member: The local number of the calling replica.
-        many: The factors of the calling replica.
-        loss: The loss of the calling replica, a scalar.
+        member: Index of the calling replica in this process.
+        pairs: Factors of the calling replica.
+        loss: Loss of the calling replica, a scalar.
     """
-    if not many:
+    if not pairs:
         return []
-    # Padding rows of zeros do not change the product.
-    rows_here = tf.stack([tf.shape(factors.inputs)[0] for factors in many])
+    # Rows padded with zeros do not change the product.
+    rows_here = tf.stack([tf.shape(factors.inputs)[0] for factors in pairs])
     sizes = group.all_gather_sizes(rows_here, member)
     with tf.device(HOST):
-        most_rows = tf.unstack(tf.reduce_max(sizes, axis=0), num=len(many))
+        most_rows = tf.unstack(tf.reduce_max(sizes, axis=0), num=len(pairs))
     return [
         functools.partial(_product, group, member, factors, num_rows, loss)
-        for factors, num_rows in zip(many, most_rows, strict=True)
+        for factors, num_rows in zip(pairs, most_rows, strict=True)
     ]
 
 
@@ -214,12 +198,12 @@ def _product(group: Group, member: int, factors: Factors, num_rows: tf.Tensor, l
 
 
 def num_threads() -> int:
-    """Return the number of threads that multiply matrices in this process."""
+    """Return the number of threads that this process multiplies matrices with."""
     return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
 
 def processor() -> str:
-    """Return a digest of the hardware and settings on which the rounding of a matmul depends."""
+    """Return a digest of the hardware and settings that determine the rounding of a matmul."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     kind = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})

@@ -1,4 +1,4 @@
-"""One of the workers of a job: how it connects to the others, and the digests that compare what they read."""
+"""The base class of engines in several processes: connection, agreement, and comparison of the data."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tfpar.workers.job_roles import refuse_evaluator, warn_of_other_launcher
 
 
 class Worker(Engine):
-    """The base of engines in several processes; alone, a process sends no message."""
+    """Base class of engines in several processes; a single process sends no messages."""
 
-    _hosts: Group  # one device of each worker
+    _hosts: Group  # a device of each worker
 
     def _connect(self, addresses: tuple[str, ...], rank: int, device: tf.DeviceSpec, facts: dict[str, str]) -> None:
-        """Set up the messages between the workers, and refuse those that differ.
+        """Connect to the other workers, and refuse workers that differ.
 
         Args:
-            addresses: The addresses of all workers, by rank.
-            rank: The rank of this one.
+            addresses: Addresses of all workers, by rank.
+            rank: Rank of this worker.
             device: Any device of this worker, with its job and task.
-            facts: Properties that must be equal, in addition to the versions.
+            facts: Properties that must be equal on all workers, in addition to the versions.
         """
         host = device.replace(device_type="CPU", device_index=0).to_string()
         num_workers = len(addresses)
@@ -43,27 +43,22 @@ class Worker(Engine):
         self.job = connected(addresses, rank, self._hosts)
         self.job.require_equal({**preflight.versions(), **facts})
         if num_workers > 1:
-            # Each worker takes its part of the global batch, so shuffles without a seed must have one order everywhere.
+            # Each worker takes its rows of the global batch, so shuffles without a seed must have the same order.
             seed = self.job.agree(secrets.randbits(31))
             if random_state.global_seed() is None:
                 tf.random.set_seed(seed)
 
     def _agreed_all_reduce(self, all_reduce: AllReduce, devices: list[str]) -> Literal["ring", "nccl"]:
-        """Choose the all-reduce with all workers, and refuse those that choose another one than the chief.
-
-        Args:
-            all_reduce: The argument of the strategy.
-            devices: The devices of the replicas of this worker.
-        """
+        """Choose an all-reduce for all workers, and refuse workers with another choice than the chief's."""
         chosen = all_reduce_choice.agreed(all_reduce, devices, self._hosts, self.job.num_workers)
         self.job.require_equal({"all_reduce": chosen})
         return chosen
 
     def _between_workers(self, distributed: Distributed) -> Distributed:
-        """Compare the elements of all workers, and end with the first worker that runs out.
+        """Compare the elements of all workers, and stop when the first worker runs out of them.
 
         Args:
-            distributed: A dataset whose elements end in the digest of the global batch.
+            distributed: A dataset whose elements end with the digest of the global batch.
         """
         if self.job.num_workers == 1:
             return distributed
@@ -76,10 +71,10 @@ class Worker(Engine):
 
 
 def config_of_job(strategy: str) -> tf_config.JobConfig | None:
-    """Return the job of TF_CONFIG or Slurm for a strategy in several processes; None for one process.
+    """Return the job described by TF_CONFIG or Slurm; None for a single process.
 
     Args:
-        strategy: The name of the strategy.
+        strategy: Name of the strategy, for messages.
 
     Raises:
         ValueError: If this process is an evaluator.
@@ -92,25 +87,25 @@ def config_of_job(strategy: str) -> tf_config.JobConfig | None:
 
 
 def addresses_of(job: tf_config.JobConfig | None) -> tuple[str, ...]:
-    """Return the addresses of all workers; that of this process alone without a job."""
+    """Return the addresses of all workers; without a job, that of this process."""
     return ("localhost:0",) if job is None else job.addresses
 
 
 def connected(addresses: tuple[str, ...], rank: int, hosts: Group) -> Job:
-    """Return the job of this process, whose messages are all-reduces between the hosts.
+    """Create the job of this process, which communicates by all-reduces between the hosts.
 
     Args:
-        addresses: The addresses of all workers, by rank.
-        rank: The rank of this one.
-        hosts: One device of each worker.
+        addresses: Addresses of all workers, by rank.
+        rank: Rank of this worker.
+        hosts: A device of each worker.
     """
     if len(addresses) == 1:
         return Job(addresses)
     failures = Failures(rank, addresses[rank])
 
     def sentence(error: Exception, user_message: UserMessage) -> str:
-        is_of_tensorflow = isinstance(error, tf.errors.OpError)
-        return failures.sentence(error, user_message) if is_of_tensorflow else message_of(error)
+        from_tensorflow = isinstance(error, tf.errors.OpError)
+        return failures.sentence(error, user_message) if from_tensorflow else message_of(error)
 
     def all_reduce(values: np.ndarray) -> np.ndarray:
         return np.asarray(hosts.all_reduce(tf.constant(values)).numpy())

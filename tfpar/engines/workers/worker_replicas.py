@@ -1,4 +1,4 @@
-"""The replicas of all workers: each process runs the same step, and gradients are summed inside it."""
+"""The engine of `MultiWorker`: every process runs the same step, which sums gradients over all workers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tfpar._compat import tf_determinism, tf_distribute
 from tfpar.data import Sharded
 from tfpar.engines.distributed import Distributed
 from tfpar.engines.optimizer_shards import LocalCommunicator, OptimizerShards
-from tfpar.engines.replicas.batch_parts import split_into_parts
 from tfpar.engines.replicas.gradient_sums import ReplicaGradients
+from tfpar.engines.replicas.per_replica_batches import per_replica_batches
 from tfpar.engines.replicas.replica_engine import ReplicaEngine, local_batch
 from tfpar.engines.workers import sufficient_factors
 from tfpar.engines.workers.collectives import PACK_BYTES, AllReduce, Group, order_of_members
@@ -36,7 +36,7 @@ Compression = Literal["bfloat16"]
 
 
 class Settings(NamedTuple):
-    """The settings of replicas on several workers; see `MultiWorker`."""
+    """The arguments of `MultiWorker` that do not concern devices or time limits."""
 
     all_reduce: AllReduce = "auto"
     pack_bytes: int = PACK_BYTES
@@ -49,16 +49,16 @@ class Settings(NamedTuple):
 
 
 class WorkerReplicas(Worker, ReplicaEngine):
-    """The replicas of a `tf.distribute.MultiWorkerMirroredStrategy`.
+    """The engine of `MultiWorker`, on a `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Args:
-        strategy: The strategy.
-        addresses: The addresses of all workers, by rank.
-        rank: The rank of this one.
-        settings: The settings, which must be equal on all workers.
+        strategy: The `tf.distribute` strategy.
+        addresses: Addresses of all workers, by rank.
+        rank: Rank of this worker.
+        settings: Settings, which must be equal on all workers.
     """
 
-    # Between two calls the workers reduce metrics and vote on the next call, which takes milliseconds.
+    # Between two calls the workers sum metrics and vote on the next call, which takes milliseconds.
     seconds_per_call = 0.5
 
     def __init__(
@@ -92,8 +92,8 @@ class WorkerReplicas(Worker, ReplicaEngine):
             self._shards = OptimizerShards(self.job, communicator, strategy.extended.worker_devices)
 
     def _may_use_factors(self) -> bool:
-        """Return whether gradients of Dense kernels may be sent as their factors, alike on all workers."""
-        # Processors of different models round matmuls differently: then every worker receives the reduced sum.
+        """Return True if gradients of Dense kernels may be sent as sufficient factors; equal on all workers."""
+        # Different processors round matmuls differently.
         processor = sufficient_factors.processor()
         differ = self.job.sum([processor != self.job.agree(processor)])[0]
         return self.num_replicas > 1 and sufficient_factors.are_used(
@@ -106,37 +106,37 @@ class WorkerReplicas(Worker, ReplicaEngine):
         return float(self.job.agree(measured))
 
     def _reduce(self, gradient: Any, replica: int) -> Any:
-        """Sum a gradient over all replicas; concatenate the rows of indexed slices, of which there are few."""
+        """Sum a gradient over all replicas; gather the rows of `tf.IndexedSlices`, which are few."""
         if not isinstance(gradient, tf.IndexedSlices):
             return self._replicas.all_reduce(gradient, replica)
         rows = self._replicas.all_gather([gradient.values, gradient.indices], replica)
         return tf.IndexedSlices(*rows, gradient.dense_shape)
 
     def _all_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """Return the rows of all replicas, which may have different numbers of them."""
+        """Return the rows of all replicas, whose number may differ between replicas."""
         return self._replicas.all_gather([rows], local_replica_id())[0]
 
     @property
     def device_names(self) -> list[str]:
-        """The devices of this worker."""
+        """Short names of this worker's devices."""
         return [f"{device.device_type}:{device.device_index}" for device in self.devices]
 
     def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:
-        """Return the per-replica batches of this worker; of examples in shards those of its own shards."""
+        """Return the per-replica batches of this worker, from global batches or from its own shards."""
         if not isinstance(dataset, Sharded):
             return self._between_workers(super().distribute(dataset))
 
         @tf.autograph.experimental.do_not_convert
         def split(rows: Any, num_rows: tf.Tensor) -> Any:
-            """Split the local batch; a padding batch has the weight 0."""
-            parts, sizes, example_weight, _ = split_into_parts(
+            """Split the local batch; padding batches have the weight 0."""
+            batches, sizes, example_weight, _ = per_replica_batches(
                 rows, data.num_rows(rows), self._num_local_replicas, slice(None)
             )
-            is_some = num_rows > 0
-            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, example_weight, 0.0), None, None
+            has_rows = num_rows > 0
+            return batches, tf.where(has_rows, sizes, 0), tf.where(has_rows, example_weight, 0.0), None, None
 
-        part = dataset.local_batches(self.job.rank, self.job.num_workers)
-        elements = part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+        local = dataset.local_batches(self.job.rank, self.job.num_workers)
+        elements = local.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
 
         def global_size(element: Any) -> tf.Tensor:
             return self._hosts.all_reduce(tf.reduce_sum(tf.cast(element[1], tf.int64)))
@@ -147,7 +147,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         return Distributed(elements, local_batch, global_size, has_more, uneven_end=True)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
-        """Find out how replicas give the whole batch, by the chief's verdict, or refuse the model."""
+        """Study how results of replicas combine into those of the whole batch, alike on all workers."""
         preflight.check_eager(model, self._num_local_replicas)
         if self._averaging is not None and objective.objectives_of(model):
             raise ValueError(
@@ -158,11 +158,11 @@ class WorkerReplicas(Worker, ReplicaEngine):
         (self._num_rows[model],) = self.job.sum([float(data.num_rows(batch))])
 
     def _abilities(self, kind: str) -> Abilities:
-        # With local SGD a replica trains on its own examples, also in layers that mix them.
+        # With local SGD, batch-dependent layers train on the per-replica batch.
         return super()._abilities(kind)._replace(accepts_mixing=self._averaging is not None and kind == "train")
 
     def _agreed(self, verdict: Verdict) -> Verdict:
-        """Return the chief's verdict, or what follows from those of all workers where they differ."""
+        """Return the chief's verdict, merged with those of the other workers if any differs."""
         message = verdict.to_json().encode()
         if self.job.first(Verdict.of_json(self.job.broadcast(message).decode()) != verdict) is None:
             return verdict
@@ -171,9 +171,9 @@ class WorkerReplicas(Worker, ReplicaEngine):
         return chiefs.merged(others)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on the parts of a global batch; return the global loss, a scalar.
+        """Run one optimizer update on a global batch; return the global loss, a scalar.
 
-        Local SGD has no global loss: it returns 0, and the logs show whether the loss is finite.
+        Local SGD has no global loss and returns 0; the logs show whether the loss is finite.
         """
         if self._averaging is None:
             return super().train_step(model, batch)
@@ -181,15 +181,15 @@ class WorkerReplicas(Worker, ReplicaEngine):
         self._averaging.after_step(model, self._strategy, self._replicas)
         return tf.constant(0.0)
 
-    def end_call(self, model: keras.Model) -> None:
-        """Average the replicas' moving statistics, or with local SGD their weights."""
+    def _average(self, model: keras.Model) -> None:
+        """Average the moving statistics of the replicas; with local SGD, their weights."""
         if self._averaging is None:
-            super().end_call(model)
+            super()._average(model)
         else:
             self._averaging.end_call(model, self._strategy, self._replicas)
 
     def _sum_gradients(self, model: keras.Model, gradients: ReplicaGradients) -> list[Any]:
-        """Sum gradients over all replicas, those of large Dense kernels by all-gather of their sufficient factors."""
+        """Sum gradients over all replicas, those of large Dense kernels by their sufficient factors."""
         if not self._uses_factors:
             return super()._sum_gradients(model, gradients)
         num_rows, num_threads = int(self._num_rows[model]), sufficient_factors.num_threads()
@@ -206,7 +206,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         return super()._sum_gradients(model, gradients._replace(values=others, own_sums=own_sums))
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
-        """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""
+        """Return the outputs for the global batch, `[batch, ...]` each, on every worker."""
         *batch, _ = batch
 
         def gather(outputs: Any) -> Any:
@@ -214,16 +214,15 @@ class WorkerReplicas(Worker, ReplicaEngine):
 
         return self._runs_of(model).predict(model, batch, gather)[0]
 
-    def metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
-        """Return the logs of steps of a kind over the examples of all workers."""
+    def _metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
         return self._metrics.results(model, kind)
 
-    def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+    def _all_gather_states(self, states: list[np.ndarray]) -> list[np.ndarray]:
         """Return the metric states of the replicas of all workers."""
-        return self._metrics.all_gather(parts)
+        return self._metrics.all_gather(states)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
-        """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas."""
+        """Set a variable so that it reads as `value`; of a sum, the chief's first replica holds all."""
         if tf_distribute.is_summed_on_read(variable):
             self._metrics.assign_local_sum(
                 variable, value if self.job.is_chief else np.zeros(variable.shape, variable.dtype)

@@ -1,1 +1,1 @@
-"""What all workers of a loop decide together: barriers, votes, errors, equal arguments."""
+"""Agreement of all workers: barriers, votes, deferred errors, equal arguments."""

@@ -1,11 +1,10 @@
-"""Barriers with a place: workers that wait at different places notice it, and raise.
+"""Barriers at which workers notice that they are at different places of the program.
 
     worker 0   callback of the chief alone: evaluate ─┐
-                                                      ├─ one message of one size: both raise a sentence
+                                                      ├─ messages of equal size: both raise the same error
     worker 1   the vote after the step ───────────────┘
 
-With a message of its own size for each kind of call, TensorFlow would raise about shapes, or sum numbers that do not
-belong together.
+Messages of different sizes would make TensorFlow raise an error about shapes.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import numpy as np
 
 from tfpar.job import Job, raised_on_all_workers
 
-VOTE = "none"  # no method, but the vote inside of one
+VOTE = "none"  # the vote within a method
 _PLACES = (VOTE, "fit", "evaluate", "predict", "build")
-_MAX_VALUES = 6  # of a vote, and one for each worker
+_MAX_VALUES = 6  # of a vote, besides one for each worker
 
 
 class Deferred(NamedTuple):
-    """An error of this worker that it has not raised yet.
+    """An error that this worker has not raised yet.
 
     Args:
-        what: What has raised it, for the message on the other workers.
+        what: What raised it, for the message on the other workers.
         error: The error.
     """
 
@@ -35,37 +34,37 @@ class Deferred(NamedTuple):
 
 
 def barrier(job: Job, place: str, values: Sequence[float] = (), deferred: Deferred | None = None) -> np.ndarray:
-    """Return the sums of numbers over all workers, all of which must be at the same place.
+    """Sum values over all workers, which must be at the same place.
 
     Args:
         job: The workers.
-        place: The method of a trainer that this worker begins, or `VOTE` inside of one.
-        values: The numbers of this worker.
+        place: The trainer's method that this worker begins, or `VOTE` within one.
+        values: The values of this worker.
         deferred: An error of this worker, which ends the job.
 
     Raises:
         ValueError: If workers are at different places, or another worker has an error; on every worker.
         Exception: The deferred error.
     """
-    most = _MAX_VALUES + job.num_workers
-    assert len(values) <= most
-    frame = np.zeros(1 + most + job.num_workers)
+    max_values = _MAX_VALUES + job.num_workers
+    assert len(values) <= max_values
+    frame = np.zeros(1 + max_values + job.num_workers)
     frame[0] = deferred is not None
     frame[1 : 1 + len(values)] = values
-    frame[1 + most + job.rank] = _PLACES.index(place)
+    frame[1 + max_values + job.rank] = _PLACES.index(place)
     sums = job.sum(frame.tolist())
     if sums[0] > 0:
         with job.vote(None if deferred is None else deferred.what):
             if deferred is not None:
                 raise deferred.error
-    places = [_PLACES[int(number)] for number in sums[1 + most :]]
+    places = [_PLACES[int(number)] for number in sums[1 + max_values :]]
     for rank, other in enumerate(places):
         if other != places[0]:
             raise raised_on_all_workers(
                 ValueError(
                     "All workers must call the methods of a trainer in the same order, and "
-                    f"worker {rank} calls {other} where the chief calls {places[0]}. Call each on every worker, also "
-                    "where the chief alone uses the result."
+                    f"worker {rank} calls {other} where the chief calls {places[0]}. Call each on every worker, even "
+                    "if only the chief uses the result."
                 )
             )
     return sums[1 : 1 + len(values)]

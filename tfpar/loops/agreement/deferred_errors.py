@@ -1,6 +1,6 @@
-"""Errors of one worker alone, deferred until the workers vote, so that all of them end with the reason.
+"""Errors of one worker, deferred until the workers vote, so that all of them end with the reason.
 
-worker 0   step ─── hook ───────── step ─── vote ─── raises a sentence about the error of worker 1
+worker 0   step ─── hook ───────── step ─── vote ─── raises an error that names worker 1
                                              │
 worker 1   step ─── hook raises ── step ─────┴────── raises its own error
 """
@@ -23,17 +23,13 @@ from tfpar.strategies import Strategy
 
 
 class DeferredErrors:
-    """Errors of this worker in code that each worker runs by itself, such as callbacks.
+    """Defers errors of this worker in code that each worker runs by itself, such as callbacks.
 
-    Without them the other workers would wait in the next step, until the process of the failed worker ends. With one
-    worker errors are raised at once.
+    Raised at once, they would leave the other workers waiting in the next step. With one worker they are.
 
     Args:
-        job: The workers, which vote.
-        read_order: The batches that this worker has read, which the workers compare with each vote; None for none.
-
-    Attributes:
-        read_order: The same.
+        job: The workers.
+        read_order: The batches that this worker has read, which are compared at each vote.
     """
 
     def __init__(self, job: Job, read_order: ReadOrder | None = None) -> None:
@@ -48,10 +44,10 @@ class DeferredErrors:
 
     @contextlib.contextmanager
     def deferring(self, what: str) -> Iterator[None]:
-        """Defer exceptions raised in this context until the next vote; nothing in it may communicate.
+        """Defer exceptions raised here until the next vote. The body must not call collectives.
 
         Args:
-            what: What runs inside, for the message on the other workers.
+            what: What runs here, for the message on the other workers.
         """
         try:
             yield
@@ -61,22 +57,18 @@ class DeferredErrors:
             self._deferred = self._deferred or Deferred(what, error)
 
     def vote(self, votes: Sequence[float] = ()) -> np.ndarray:
-        """Return the sums of numbers over all workers, which must all call this.
-
-        Args:
-            votes: The numbers of this worker.
+        """Sum votes over all workers; every worker must call this.
 
         Raises:
             Exception: The deferred error of this worker.
-            ValueError: With the error of another worker, and its rank and address; or if a worker has read other
-                batches than the chief.
+            ValueError: If another worker has deferred an error, or has read other batches than the chief.
         """
         summaries = self.read_order.summaries()
         try:
             own, self._deferred = self._deferred, None
             sums = barrier(self._job, VOTE, [*summaries, *votes], own)
         except tf.errors.OpError:
-            if own is not None:  # the others do not vote: it ended a hook in which they communicate
+            if own is not None:  # the others wait in a collective of the hook that has failed here
                 raise own.error from None
             raise
         self.read_order.compare(sums[: len(summaries)])
@@ -84,17 +76,16 @@ class DeferredErrors:
 
 
 class DeferringCallbacks:
-    """The callbacks of one `fit`, `evaluate` or `predict`, whose hooks do nothing after one has raised.
+    """The callbacks of a `fit`, `evaluate` or `predict`. After a hook has failed, no other hook runs until the vote.
 
     Args:
         callback_list: The callbacks of this worker.
         strategy: The strategy.
-        saved: A model that a callback saves at the end of epochs, with the optimizer's state of all workers; None for
-            none.
+        saved: The model, if a callback saves it at the end of epochs and its optimizer state is sharded.
         read_order: As for `DeferredErrors`.
 
     Attributes:
-        errors: The errors of hooks.
+        errors: The deferred errors.
     """
 
     def __init__(
@@ -109,19 +100,19 @@ class DeferringCallbacks:
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
-        """The callbacks."""
-        found: list[keras.callbacks.Callback] = self._list.callbacks
-        return found
+        """The callbacks of this worker."""
+        callbacks: list[keras.callbacks.Callback] = self._list.callbacks
+        return callbacks
 
     def on_epoch_end(self, *arguments: Any) -> None:
-        """Call the hook of the list, which may save a model."""
+        """Call the hook, with the optimizer state of all workers if it saves the model."""
         with contextlib.ExitStack() as stack:
             if self._saved is not None:
                 stack.enter_context(self._strategy.engine.whole_state(self._saved))
             self._call(self._list.on_epoch_end, *arguments)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a hook of the list, such as `on_train_begin`."""
+        """Return any other hook, such as `on_train_begin`."""
         return functools.partial(self._call, getattr(self._list, name))
 
     def _call(self, hook: Any, *arguments: Any) -> None:

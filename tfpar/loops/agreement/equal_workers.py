@@ -1,10 +1,9 @@
-"""What must be equal on all workers: arguments, data and settings before the first step, weights after the last one.
+"""Checks that arguments, data and settings are equal on all workers, and weights after training.
 
-Each worker runs the user's program by itself. One that differs, in a learning rate or in its data, would train another
-model than the chief, or wait for a message without end:
+Each worker runs the user's program by itself. If a program differs, the workers train different models or deadlock:
 
     worker 0   Adam(clipnorm=1.0)   ─┐
-                                     ├─ all-reduce ─ each updates its copy by its own rule: the copies differ
+                                     ├─ all-reduce ─ each updates its copy of the weights: the copies differ
     worker 1   Adam(clipnorm=0.1)   ─┘
 """
 
@@ -25,18 +24,13 @@ from tfpar._compat.models import keras_model
 from tfpar.job import Job
 from tfpar.loops.epoch_iterator import EpochIterator
 
-# Left out: automatic names count the objects of a process, seeds may be drawn, and the chief's weights, with its
-# learning rate, are broadcast.
+# Automatic names count the objects of a process, seeds may be random, and the chief's learning rate is broadcast.
 _LEFT_OUT = ("name", "seed", "learning_rate", "registered_name", "build_config")
 _LARGEST_DIFFERENCE = 1e-5
 
 
 def check_fit(job: Job, **arguments: Any) -> None:
-    """Refuse workers that call `fit` with other arguments.
-
-    Args:
-        job: The workers.
-        **arguments: Arguments of `fit`, by name.
+    """Raise an error if the arguments of `fit` differ between workers.
 
     Raises:
         ValueError: If an argument of a worker is not that of the chief; on every worker.
@@ -48,17 +42,17 @@ def check_fit(job: Job, **arguments: Any) -> None:
 
 
 def check_data(job: Job, dataset: data.Batches, epoch_iterator: EpochIterator) -> None:
-    """Refuse workers whose data have other sizes, or whose shards have another source.
+    """Raise an error if the number or size of batches, or the source of shards, differs between workers.
 
-    The batches themselves are compared by their digests (`read_order`).
+    `ReadOrder` compares the batches themselves.
 
     Args:
         job: The workers.
         dataset: Global batches.
-        epoch_iterator: Its iterator.
+        epoch_iterator: The iterator over them.
 
     Raises:
-        ValueError: If they differ from those of the chief; on every worker.
+        ValueError: If they are not those of the chief; on every worker.
     """
     if job.num_workers == 1:
         return
@@ -69,16 +63,13 @@ def check_data(job: Job, dataset: data.Batches, epoch_iterator: EpochIterator) -
     job.require_equal(facts)
 
 
-def settings_of(model: keras.Model) -> str:
-    """Return a line for each setting of a layer or of `compile`, the same on all workers of one program.
-
-    Args:
-        model: A compiled model.
+def describe_settings(model: keras.Model) -> str:
+    """Return a line for each setting of a layer or of `compile`, equal on all workers that run the same program.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, "tanh")])
         >>> model.compile(keras.optimizers.SGD(0.1), "mse", loss_weights=[2.0])
-        >>> [line for line in settings_of(model).splitlines() if "activation" in line or "loss_weights" in line]
+        >>> [line for line in describe_settings(model).splitlines() if "activation" in line or "loss_weights" in line]
         ['layer 1 Dense activation: "tanh"', 'loss_weights 0: 2.0']
     """
     layers = [layer for layer in keras_model.all_layers(model) if not isinstance(layer, keras.Model)]
@@ -89,23 +80,17 @@ def settings_of(model: keras.Model) -> str:
 
 
 def _lines(path: str, value: Any) -> list[str]:
-    """Return a line for each value in a structure, with its path."""
-    if isinstance(value, dict) and value:
-        return [line for key, one in sorted(value.items()) for line in _lines(f"{path} {key}", one)]
-    if isinstance(value, list) and value:
-        return [line for key, one in enumerate(value) for line in _lines(f"{path} {key}", one)]
-    return [f"{path}: {json.dumps(value)}"]
+    """Return a line with path and value for each leaf of a structure."""
+    items = sorted(value.items()) if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    lines = [line for key, item in items for line in _lines(f"{path} {key}", item)]
+    return lines or [f"{path}: {json.dumps(value)}"]
 
 
 def check_weights(job: Job, model: keras.Model) -> None:
-    """Refuse the result of a training after which the weights of the workers differ.
-
-    Args:
-        job: The workers.
-        model: The trained model.
+    """Raise an error if the weights of workers differ after training; all workers must call this.
 
     Raises:
-        RuntimeError: If the weights of a worker are not those of the others; on every worker.
+        RuntimeError: If they differ; on every worker.
     """
     if job.num_workers > 1 and weights_differ(job, model):
         raise RuntimeError(
@@ -116,13 +101,9 @@ def check_weights(job: Job, model: keras.Model) -> None:
 
 
 def weights_differ(job: Job, model: keras.Model) -> bool:
-    """Return whether the weights of any worker differ from those of the others; all workers must call this.
+    """Return whether the weights of a built model differ between workers; all workers must call this.
 
-    The sums of each weight and of its absolute values are compared, with room for the rounding of different processors.
-
-    Args:
-        job: The workers.
-        model: A built model.
+    The sum of each weight and of its absolute values are compared, with a tolerance for rounding on other processors.
     """
     weights = [tf.cast(weight, tf.float64) for weight in model.weights if "float" in weight.dtype]
     sums = [float(tf.reduce_sum(weight)) for weight in weights]
@@ -132,17 +113,17 @@ def weights_differ(job: Job, model: keras.Model) -> bool:
 
 
 def compare_numbers(job: Job, own: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Compare numbers of the workers, which must all call this with as many.
+    """Compare numbers between workers; all workers must call this.
 
     Args:
         job: The workers.
         own: The numbers of this worker, `[numbers]`.
-        scale: The sizes relative to which they may differ by rounding, `[numbers]`.
+        scale: The magnitudes to which the tolerance is relative, `[numbers]`.
 
     Returns:
-        The means over the workers, and whether a number of any worker differs from its mean.
+        The means over the workers, and whether any number of any worker differs from its mean.
     """
-    if not len(own):  # TensorFlow cannot reduce nothing
+    if not len(own):  # TensorFlow cannot reduce an empty tensor
         return own, False
     means = np.asarray(job.sum(own.tolist())) / job.num_workers
     differs = bool(np.any(np.abs(own - means) > _LARGEST_DIFFERENCE * scale))
@@ -151,7 +132,7 @@ def compare_numbers(job: Job, own: np.ndarray, scale: np.ndarray) -> tuple[np.nd
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of JSON without addresses and automatic names, which differ between processes."""
+    """Return a value as JSON without what differs between processes, such as addresses and automatic names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -159,11 +140,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         if str(value.get("class_name")).endswith("DTypePolicy"):
             return str(value["config"])
-        if value.get("class_name") == "__lambda__":  # its code holds the name of its file
+        if value.get("class_name") == "__lambda__":  # its code contains the name of its file
             return "lambda"
-        return {str(key): _plain(one) for key, one in value.items() if not _is_left_out(str(key), one)}
+        return {str(key): _plain(item) for key, item in value.items() if not _is_left_out(str(key), item)}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, np.ndarray):
         return _digest(value)
     kind = getattr(value, "__qualname__", None) or type(value).__qualname__

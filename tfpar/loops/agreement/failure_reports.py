@@ -1,4 +1,4 @@
-"""Methods of a trainer that report the failure of one worker to all workers, and explain that of a device's memory."""
+"""Methods of a trainer that report the failure of one worker to all, and explain TensorFlow's errors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tfpar.workers.lost_workers import WorkerLostError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-
-# `strategies/hidden_errors.py` finds the cause, unless it is on the device of another worker, or does not occur again.
+# `engines/steps/hidden_errors.py` finds the cause, unless it is on another worker or does not occur again.
 _OTHERS_CANCELLED = (
     "An operation of one stage failed, and TensorFlow reports that it cancelled the others. The cause is in its log, "
     "in a line 'Local rendezvous is aborting with status'; start with TF_CPP_MIN_LOG_LEVEL=0 to see it, or train "
@@ -38,12 +36,9 @@ Self = TypeVar("Self", bound=_Trainer)
 def reported(
     method: Callable[Concatenate[Self, Parameters], Result],
 ) -> Callable[Concatenate[Self, Parameters], Result]:
-    """Return a method that runs in `Strategy.reported`, with one sentence where the memory of a device is too small.
+    """Wrap a method of a trainer that all workers must call, one thread at a time.
 
-    All workers must call the same method, and the threads of a process wait for each other.
-
-    Args:
-        method: A method of a trainer that all workers call.
+    If it fails on one worker, all workers raise an error; some errors of TensorFlow are replaced by clearer ones.
     """
 
     @functools.wraps(method)
@@ -77,7 +72,7 @@ def reported(
                 raise
             raise type(error)(error.node_def, error.op, _OTHERS_CANCELLED) from error
         except tf.errors.ResourceExhaustedError as error:
-            sentence = memory_errors.sentence_of(error)
+            sentence = memory_errors.explain(error)
             if sentence is None:
                 raise
             raise type(error)(error.node_def, error.op, sentence) from error
@@ -87,11 +82,11 @@ def reported(
 
 @contextlib.contextmanager
 def _explaining_ends(method: str) -> Iterator[None]:
-    """Say that a lost worker may have ended without a call, as where the chief alone evaluates."""
+    """Add to the error about a lost worker that its program may have ended without this call."""
     try:
         yield
     except WorkerLostError as error:
         raise WorkerLostError(
-            f"{error} If its program has ended without a call of {method}, call it on every worker, also where the "
-            "chief alone uses the result."
+            f"{error} If its program has ended without a call of {method}, call it on every worker, even if only "
+            "the chief uses the result."
         ) from None

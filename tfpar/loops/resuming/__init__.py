@@ -1,1 +1,1 @@
-"""Where training starts: the weights and counters of all workers, and the position in the data."""
+"""The start of training: equal weights on all workers, and the position in the data."""

@@ -1,4 +1,4 @@
-"""Broadcast of the chief's state to all workers, and its comparison before the first step."""
+"""The broadcast of the chief's state to all workers before the first step."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from tfpar.strategies import Strategy
 def broadcast_initial_state(
     model: keras.Model, strategy: Strategy, checkpoints: Checkpoints | None, position: Position
 ) -> tuple[Position, dict[str, Any]]:
-    """Broadcast the chief's newest checkpoint, or its initial weights if there is none.
-
-    Only the chief needs access to the checkpoints.
+    """Restore the chief's newest checkpoint on all workers, or broadcast the chief's weights if there is none.
 
     Args:
         model: A built and compiled model.
         strategy: The strategy of the workers.
-        checkpoints: The checkpoints of the chief; None for none.
-        position: The first position of a run without a checkpoint; the chief's counts.
+        checkpoints: The checkpoints, to which only the chief needs access.
+        position: The position at which a run without a checkpoint begins; the chief's is used.
 
     Returns:
-        The position of the run, and the state of its callbacks.
+        The position of the run and the state of its callbacks.
 
     Raises:
-        ValueError: If a worker has built another model than the chief, or the checkpoint is of another model.
-        RuntimeError: If the workers' weights differ after the broadcast.
+        ValueError: If workers have built different models, or the checkpoint is of another model.
+        RuntimeError: If weights differ after the broadcast.
     """
     if strategy.num_workers == 1:
         engine = strategy.engine
-        restored = None if checkpoints is None else checkpoints.restore(model, engine.assign, engine.assign_parts)
+        restored = None if checkpoints is None else checkpoints.restore(model, engine.assign, engine.assign_replicas)
         return restored or (position, {})
-    facts = {"the model": model_state.describe(model), "its settings": equal_workers.settings_of(model)}
+    facts = {"the model": model_state.describe(model), "its settings": equal_workers.describe_settings(model)}
     strategy.job.require_equal(facts)
     with strategy.job.vote("Reading a checkpoint"):
         checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
@@ -44,7 +42,7 @@ def broadcast_initial_state(
     callbacks: dict[str, Any] = {}
     if resumes and checkpoints is not None:
         blob = strategy.job.broadcast(checkpoint)
-        position, callbacks = checkpoints.load(model, blob, strategy.engine.assign, strategy.engine.assign_parts)
+        position, callbacks = checkpoints.load(model, blob, strategy.engine.assign, strategy.engine.assign_replicas)
     else:
         _broadcast(model, strategy)
         position = dataclasses.replace(position, epoch=int(epoch))
@@ -53,12 +51,7 @@ def broadcast_initial_state(
 
 
 def share_weights(model: keras.Model, strategy: Strategy) -> None:
-    """Broadcast the chief's weights where those of another worker differ, as before the first `fit`.
-
-    Args:
-        model: A built model.
-        strategy: The strategy of the workers.
-    """
+    """Broadcast the chief's weights if those of another worker differ, as before the first `fit`."""
     if strategy.num_workers > 1 and equal_workers.weights_differ(strategy.job, model):
         _broadcast(model, strategy)
 

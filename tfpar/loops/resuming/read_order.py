@@ -1,10 +1,10 @@
-"""The order in which workers read global batches, of which each trains on its part: compared at every vote.
+"""A check at every vote that all workers read the same global batches, of which each takes its local batch.
 
     worker 0   steps read a b │ digest of both ─┐
-                              │                 ├─ vote: equal, or the workers look for the first step that differs
+                              │                 ├─ vote: equal, or the workers find the first step that differs
     worker 1   steps read a c │ digest of both ─┘
 
-Workers that read in different orders train on some examples twice and leave out others.
+Workers that read in different orders would train on some examples twice, and never on others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ _IN_ONE_ORDER = (
     "map and tf.data.Options"
 )
 _SUMMARY_BYTES = 6  # so that a sum of floats holds it exactly
-_ROUNDING = 1e-6  # of processors of other models, relative
+_ROUNDING = 1e-6  # relative, between different models of processors
 
 
 class ReadOrder:
-    """Digests of the global batches that this worker has read since the last vote.
-
-    Args:
-        job: The workers.
-    """
+    """The digests of the global batches that this worker has read since the last vote."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -40,30 +36,30 @@ class ReadOrder:
         self._has_warned = False
 
     def note(self, first: int, digests: Any) -> None:
-        """Keep the digests of the next steps for the vote.
+        """Store the digests of some steps for the vote.
 
         Args:
             first: The index of the first step in its epoch.
-            digests: `[steps, numbers]`, a tensor or rows; None or empty where the workers do not read the same batches.
+            digests: `[steps, numbers]`; None or empty if the workers do not read the same batches.
         """
         rows = np.asarray([] if digests is None else digests, "float64")
         self._first, self._digests = first, rows.reshape(-1, data.NUM_NUMBERS)
 
     def summaries(self) -> list[float]:
-        """Return a number for each worker, to be summed over all workers: that of this one, and 0 for the others."""
-        found = [0.0] * self._job.num_workers
-        if not (self._has_warned and self._is_drawn()):
+        """Return a digest for each worker, to be summed over all workers: that of this worker, 0 for the others."""
+        summaries = [0.0] * self._job.num_workers
+        if not (self._has_warned and self._is_random()):
             content = hashlib.blake2b(self._digests.tobytes(), digest_size=_SUMMARY_BYTES).digest()
-            found[self._job.rank] = float(int.from_bytes(content))
-        return found
+            summaries[self._job.rank] = float(int.from_bytes(content))
+        return summaries
 
     def compare(self, summaries: np.ndarray) -> None:
-        """Refuse workers that have read other batches; all workers must call this.
+        """Raise an error if workers have read different batches; all workers must call this.
 
-        Where random numbers reach all tensors of the batches, as in mixup, it warns once.
+        Where random numbers change every tensor of a batch, as in mixup, warn once instead.
 
         Args:
-            summaries: The sums over all workers.
+            summaries: The result of `summaries`, summed over all workers.
 
         Raises:
             ValueError: If a worker has read other batches than the chief; on every worker.
@@ -71,11 +67,11 @@ class ReadOrder:
         own, self._digests = self._digests, self._digests[:0]
         if len(set(summaries)) == 1:
             return
-        steps, is_drawn = self._first_differences(own)
+        steps, is_random = self._first_differences(own)
         rank = min(range(len(steps)), key=lambda rank: steps[rank])
-        if steps[rank] == np.inf:  # they were rounded in other ways
+        if steps[rank] == np.inf:  # they differ by rounding only
             return
-        if not is_drawn:
+        if not is_random:
             step = f"worker {rank} has read another batch than the chief in step {int(steps[rank])} of the epoch"
             raise raised_on_all_workers(
                 ValueError(
@@ -90,11 +86,11 @@ class ReadOrder:
                 f"tensor of them, as in mixup. {_IN_ONE_ORDER}."
             )
 
-    def _is_drawn(self) -> bool:
+    def _is_random(self) -> bool:
         return bool(self._digests[:, 0].any())
 
     def _first_differences(self, own: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Return the first step of each worker that differs from the chief's, and whether random numbers may be why."""
+        """Return each worker's first step that differs from the chief's, and whether random operations may be why."""
         chiefs = np.frombuffer(self._job.broadcast(own.tobytes())).reshape(-1, data.NUM_NUMBERS)
         size = min(len(own), len(chiefs))
         is_equal = np.isclose(own[:size], chiefs[:size], _ROUNDING, _ROUNDING).all(1)
@@ -102,5 +98,5 @@ class ReadOrder:
         message = np.zeros(self._job.num_workers + 1)
         message[self._job.rank] = self._first + 1 + differing[0] if differing else 0
         message[-1] = own[:, 0].any()
-        *steps, num_drawn = self._job.sum(message.tolist())
-        return np.where(np.equal(steps, 0), np.inf, steps), num_drawn > 0
+        *steps, num_random = self._job.sum(message.tolist())
+        return np.where(np.equal(steps, 0), np.inf, steps), num_random > 0

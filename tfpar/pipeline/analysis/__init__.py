@@ -1,1 +1,1 @@
-"""Predicted and measured times and memory of a pipeline, as data, tables and pictures."""
+"""Predicted and measured times and memory of a pipeline, as tables and pictures."""

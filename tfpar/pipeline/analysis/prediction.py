@@ -10,7 +10,7 @@ from typing import Any
 from tfpar import cluster, data
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import step_timing
-from tfpar.pipeline.analysis.reduction_timing import measure_all_reduces, measure_reductions
+from tfpar.pipeline.analysis.communication_timing import measure_all_reduces, measure_reductions
 from tfpar.pipeline.analysis.saved_bytes import saved_bytes
 from tfpar.pipeline.analysis.stage_table import StageRow
 from tfpar.pipeline.execution.other_workers import Peers
@@ -27,10 +27,10 @@ class Prediction:
 
     Args:
         rows: The layers, times and memory of each stage.
-        durations: The durations of the actions, measured in a short step, and their bytes.
-        planned: The simulated step, including the optimizer's update and the sums of the gradients.
-        included: What the step includes besides the actions, in words.
-        not_measured: What it does not include, in words.
+        durations: The measured durations of the actions, and their bytes.
+        planned: The simulated step, including the optimizer's update and the sums of gradients.
+        included: Descriptions of what the step includes besides the actions.
+        not_measured: Descriptions of what the step does not include.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -58,23 +58,20 @@ def predict_step_time(
     peers: Peers | None = None,
     groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Prediction:
-    """Predict a step: measure the actions of a model on a batch, and simulate the schedule.
+    """Predict a step: measure the actions on a batch, and simulate the schedule.
 
-    In a job of several workers all must call it. Each predicts its own step, as if the others ended theirs no later.
+    All workers of a job must call this. Each predicts its own step, and assumes that the others are no slower.
 
     Args:
         partition: The stages of the model.
-        steps: The compiled steps of the model.
-        schedule: The order of the actions, as the strategy has it for every loss.
+        steps: The compiled steps of the model, whose weights do not change.
+        schedule: The schedule of the strategy.
         devices: The device of each stage, for each replica.
         memory: The estimate of the memory of weights and optimizer state.
         batch: A global batch, or the local batch of this worker.
-        microbatch_size: Number of examples of a micro-batch.
-        peers: The other workers of a job; None for none.
-        groups: The devices of the shards of a stage, by the first of them; empty for stages on one device each.
-
-    Returns:
-        The prediction. The weights of the model do not change.
+        microbatch_size: Number of examples in a micro-batch.
+        peers: The other workers, if the job has several.
+        groups: All devices of a sharded stage, by its first device.
 
     Example:
         >>> batch = trainer.build(dataset)
@@ -84,21 +81,21 @@ def predict_step_time(
     """
     compiled = steps.compiler.compile_replicas(batch, training=True)
     replicas = [step.stages for step in compiled]
-    stages, of_first = replicas[0], devices[0]
-    # Padded micro-batches all take the time of the largest.
+    stages = replicas[0]
+    # Padded micro-batches all take the same time.
     is_padded = any(stage.pads for stage in stages.stages)
     scale = () if is_padded else microbatch_scale(int(data.num_rows(batch)), schedule.num_microbatches)
     saved = [saved_bytes(stage, microbatch_size) for stage in stages.stages]
     sums = measure_all_reduces(compiled[0], peers)
     durations = dataclasses.replace(
-        step_timing.measure_durations(schedule, lambda one: steps.timed(batch, one), of_first, scale),
+        step_timing.measure_durations(schedule, lambda short: steps.timed(batch, short), devices[0], scale),
         update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, stages, len(replicas)),
         reduction_seconds=measure_reductions(replicas),
         all_reduce_seconds=sums.seconds,
-        activation_bytes=tuple(one.activations for one in saved),
-        backward_temporary_bytes=tuple(one.input_gradient_temporaries for one in saved),
-        weight_gradient_temporary_bytes=tuple(one.weight_gradient_temporaries for one in saved),
-        until_weight_gradient_bytes=tuple(one.until_weight_gradient for one in saved),
+        activation_bytes=tuple(stage.activations for stage in saved),
+        backward_temporary_bytes=tuple(stage.input_gradient_temporaries for stage in saved),
+        weight_gradient_temporary_bytes=tuple(stage.weight_gradient_temporaries for stage in saved),
+        until_weight_gradient_bytes=tuple(stage.until_weight_gradient for stage in saved),
         fixed_bytes=tuple(memory.fixed_bytes(costs) for costs in partition.stage_costs),
         microbatch_scale=scale,
     )
@@ -107,7 +104,7 @@ def predict_step_time(
         StageRow(
             stage=index,
             device=" ".join(
-                cluster.short_name(name) for of_one in devices for name in groups.get(of_one[index], [of_one[index]])
+                cluster.short_name(shard) for names in devices for shard in groups.get(names[index], [names[index]])
             ),
             first_layer=stage.calls[0].name,
             last_layer=stage.calls[-1].name,

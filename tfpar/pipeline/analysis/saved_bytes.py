@@ -1,4 +1,4 @@
-"""The memory of the tensors that a micro-batch saves on a stage between its subgraphs, in bytes."""
+"""The memory of saved and recomputed tensors on a stage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SavedBytes(NamedTuple):
     """The memory of one micro-batch on one stage, in bytes.
 
     Args:
-        activations: Saved from the forward pass to the end of the backward pass.
-        input_gradient_temporaries: Recomputed activations during the backward pass, or during its part for the inputs.
-        weight_gradient_temporaries: Recomputed activations during the weight gradient.
-        until_weight_gradient: Saved from the end of the input gradient to the end of the weight gradient.
+        activations: Tensors saved from the forward pass to the end of the backward pass.
+        input_gradient_temporaries: Recomputed activations during B.
+        weight_gradient_temporaries: Recomputed activations during W.
+        until_weight_gradient: Tensors saved from the end of B to the end of W.
     """
 
     activations: int
@@ -32,11 +32,11 @@ class SavedBytes(NamedTuple):
 
 
 def saved_bytes(stage: CompiledStage, microbatch_size: int) -> SavedBytes:
-    """Return the memory that the backward pass of a stage needs for saved and recomputed tensors.
+    """Return the memory of saved and recomputed tensors of a stage.
 
     Args:
-        stage: A stage that is compiled for training.
-        microbatch_size: The number of examples of a micro-batch.
+        stage: A stage compiled for training.
+        microbatch_size: Number of examples in a micro-batch.
     """
     forward, first, *others = stage.subgraphs
     used = [tensor for subgraph in (first, *others) for tensor in subgraph.inputs]
@@ -68,7 +68,7 @@ def _bytes(tensors: Sequence[tf.Tensor], num_examples: int) -> int:
 
 
 def _buffer(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the tensor whose memory a view shares; another tensor as it is."""
+    """Return the tensor that owns the memory of a view."""
     while tensor.op.type in _VIEWS:
         tensor = tensor.op.inputs[0]
     return tensor

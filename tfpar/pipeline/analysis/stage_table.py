@@ -1,4 +1,4 @@
-"""The stages of a pipeline as a table, and its schedule in words. No TensorFlow."""
+"""The stages of a pipeline as a table, and descriptions of schedules and steps. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.simulator import Timeline
 
 _GAP = "  "
-_DEVICE_COLUMNS = 17  # of a table of 80
-_TITLE_COLUMNS = 76  # the launcher puts the rank before it
+_DEVICE_COLUMNS = 17  # in a table of 80 columns
+_TITLE_COLUMNS = 76  # the launcher prefixes the rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +20,12 @@ class StageRow:
     """One row of the table: the layers, times and memory of a stage.
 
     Attributes:
-        stage: Index of the stage, from 0.
-        device: Name of its device, or of that of each replica.
+        stage: Index of the stage.
+        device: Names of its devices, separated by spaces.
         first_layer: Name of its first layer call.
         last_layer: Name of its last layer call.
         num_layers: Number of its layer calls.
-        num_parameters: Number of parameters, including those of frozen layers.
+        num_parameters: Number of its parameters, including frozen ones.
         forward_seconds: Duration of the forward pass of a full micro-batch; None if unknown.
         backward_seconds: Duration of the complete backward pass of a full micro-batch; None if unknown.
         memory_bytes: Bytes of weights, gradients, optimizer state and activations; None if unknown.
@@ -65,15 +65,12 @@ def stages_table(
         rows: One row for each stage.
         planned: The simulated step; None if the times are unknown.
         schedule: The schedule of the pipeline.
-        included: What the step includes besides the actions, in words; at least one item.
-        not_measured: What it does not include, in words.
-        between_workers: What workers send one another in a step, in words; None for one worker.
-        num_workers: The number of workers with such a pipeline each.
-        num_shards: The number of devices of a stage.
+        included: Descriptions of what the step includes besides the actions; at least one.
+        not_measured: Descriptions of what the step does not include.
+        between_workers: Description of the traffic between workers; None for one worker.
+        num_workers: Number of workers with such a pipeline each.
+        num_shards: Number of devices of a stage.
         notes: Lines below the table.
-
-    Returns:
-        The lines of the table.
 
     Example:
         >>> from tfpar.pipeline.schedule import make
@@ -127,13 +124,13 @@ def _title(described: str, num_workers: int) -> list[str]:
 
 
 def _shortened(devices: str) -> str:
-    """Return the devices of the replicas in a few columns; the table lists all of many below."""
+    """Abbreviate a long list of devices, which the table repeats on a separate line."""
     first, _, others = devices.partition(" ")
     return devices if len(devices) <= _DEVICE_COLUMNS else f"{first}, {1 + others.count(' ')} more"
 
 
 def _cells(columns: Sequence[int], cells: Sequence[str]) -> str:
-    """Return a line of cells, aligned to the right; the second cell, the device, to the left."""
+    """Return a line of right-aligned cells; the second cell, the device, is left-aligned."""
     aligned = [
         f"{cell:<{width}}" if index == 1 else f"{cell:>{width}}"
         for index, (width, cell) in enumerate(zip(columns, cells, strict=True))
@@ -142,11 +139,11 @@ def _cells(columns: Sequence[int], cells: Sequence[str]) -> str:
 
 
 def describe_schedule(schedule: Schedule, num_shards: int = 1) -> str:
-    """Describe a schedule by its name and numbers.
+    """Describe a schedule by its name and size.
 
     Args:
         schedule: The schedule.
-        num_shards: The number of devices of a stage.
+        num_shards: Number of devices of a stage.
 
     Example:
         >>> from tfpar.pipeline.schedule import make
@@ -161,10 +158,7 @@ def describe_schedule(schedule: Schedule, num_shards: int = 1) -> str:
 
 
 def describe_step(timeline: Timeline) -> str:
-    """Describe a step by its time and its bubble.
-
-    Args:
-        timeline: A predicted or measured step.
+    """Describe a predicted or measured step by its time and its bubble.
 
     Example:
         >>> describe_step(Timeline(num_devices=1, spans=(), step_seconds=0.015, peak_bytes=()))

@@ -1,4 +1,4 @@
-"""Measurement of steps: the durations of the actions, and the timeline of a complete step."""
+"""Measurement of the durations of actions, and of the timeline of a complete step."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ def measure_durations(
 ) -> Durations:
     """Measure the durations of actions and transfers in a step with few micro-batches.
 
-    The devices run at the same time as in training, so that the durations include their contention: logical CPUs share
-    threads and memory, and a single action alone would use all cores. The function returns medians over several runs,
-    without the first run. The clock is that of the host, which waits for a GPU before it reads it: the seconds of an
-    action without operations are subtracted. A transfer counts until the host knows of its end, as in training.
+    The devices run concurrently as in training, so the durations include contention: logical CPUs share cores and
+    memory. The results are medians over several runs. The host reads its clock after waiting for the device, so the
+    overhead of an action without operations is subtracted.
 
     Args:
-        schedule: The order of the actions. The measurement runs at most three micro-batches for each device.
-        timed: A function that runs the actions of a schedule on a batch. It returns the start and end of each, in the
-            order of `Schedule.in_order`, float64 `[actions, 2]`, and the gradients, so that TensorFlow does not prune
-            them.
-        devices: The device of each stage; empty to subtract nothing.
-        scale: The size of each micro-batch of the schedule, relative to a full one; empty if all are full.
+        schedule: The order of the actions. At most three micro-batches per device are measured.
+        timed: Function that runs the actions of a schedule on a batch. It returns the start and end of each, in the
+            order of `Schedule.in_order`, float64 `[actions, 2]`, and the gradients, which TensorFlow would prune
+            otherwise.
+        devices: The device of each stage. If empty, no overhead is subtracted.
+        scale: The size of each micro-batch of the schedule relative to a full one; empty if all are full.
 
     Returns:
         The durations for a full micro-batch, without bytes and updates.
@@ -72,7 +71,7 @@ def measure_durations(
 
     def median_seconds(kind: str) -> tuple[float, ...]:
         medians = (statistics.median(seconds[kind, stage] or [0.0]) for stage in range(num_stages))
-        return tuple(max(0.0, one - overhead) for one, overhead in zip(medians, overhead_seconds, strict=True))
+        return tuple(max(0.0, median - overhead) for median, overhead in zip(medians, overhead_seconds, strict=True))
 
     backward = median_seconds("B")
     return Durations(
@@ -85,26 +84,23 @@ def measure_durations(
 
 
 def _scale_of(short: Schedule, schedule: Schedule, scale: Sequence[float]) -> list[float]:
-    """Return the size of each micro-batch of the short schedule, which has the first ones of each replica."""
+    """Return the sizes of the micro-batches of the short schedule, which are the first ones of each replica."""
     count, others = short.microbatches_per_replica, schedule.microbatches_per_replica - short.microbatches_per_replica
     numbers = [number + short.replica_of(number) * others for number in range(count * short.num_replicas)]
     return [scale[number] for number in numbers] if scale else [1.0] * len(numbers)
 
 
 def empty_action_seconds(device: str) -> float:
-    """Return the seconds between two readings of the clock around an action of a device without operations.
-
-    Args:
-        device: The name of the device.
+    """Measure the overhead of timing an action, in seconds, with an action without operations.
 
     Example:
         >>> empty_action_seconds("CPU:0") >= 0
         True
     """
 
-    def timed(one: tf.Tensor) -> tf.Tensor:
+    def timed(scalar: tf.Tensor) -> tf.Tensor:
         with tf.device(device):
-            before = tf.identity(one)
+            before = tf.identity(scalar)
             with tf.control_dependencies([before]):
                 begin = tf_function.unordered_timestamp()
             with tf.control_dependencies([begin]):
@@ -112,15 +108,15 @@ def empty_action_seconds(device: str) -> float:
             with tf.control_dependencies([done]):
                 return tf_function.unordered_timestamp() - begin
 
-    run, one = tf.function(timed, autograph=False), tf.zeros([])
+    run, scalar = tf.function(timed, autograph=False), tf.zeros([])
     with tf_determinism.suspended():
-        return statistics.median([float(run(one)) for _ in range(_RUNS)][1:])
+        return statistics.median([float(run(scalar)) for _ in range(_RUNS)][1:])
 
 
 def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int) -> float:
-    """Return the median delay between F before a cut and F after it, if the later device is idle in between.
+    """Return the median delay between F before and after a cut, where the later device is idle in between.
 
-    It is at least 0: the later device may begin before the earlier one has read the clock at its end.
+    It is clipped at 0, because the later device may start before the earlier one has read the clock.
     """
     orders = schedule.actions[schedule.device_of(cut + 1) :: schedule.num_devices]
     pairs = [pair for order in orders for pair in zip((None, *order), order, strict=False)]
@@ -135,17 +131,14 @@ def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int)
 
 
 def measure_updates(optimizer: keras.Optimizer, stages: CompiledStages, num_replicas: int = 1) -> tuple[float, ...]:
-    """Estimate the duration of the optimizer's update of each stage.
+    """Estimate the optimizer's update of each stage, in seconds.
 
     The function measures the update of the largest weight of a stage, and scales it by the number of parameters.
 
     Args:
         optimizer: The optimizer. A copy of it updates a copy of the weight.
-        stages: The compiled stages, with their weights.
-        num_replicas: The number of replicas, each of which updates a part of the weights.
-
-    Returns:
-        Seconds for each stage.
+        stages: The compiled stages.
+        num_replicas: Number of replicas, which share the update.
 
     Example:
         >>> from types import SimpleNamespace
@@ -154,7 +147,7 @@ def measure_updates(optimizer: keras.Optimizer, stages: CompiledStages, num_repl
         1
     """
     seconds = (_update_seconds(optimizer, stage.parameters, stage.device) for stage in stages.stages)
-    return tuple(one / num_replicas for one in seconds)
+    return tuple(stage_seconds / num_replicas for stage_seconds in seconds)
 
 
 def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Variable], device: str) -> float:
@@ -176,10 +169,7 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
 
 
 def run_seconds(body: Callable[[], Any]) -> list[float]:
-    """Return the seconds of several runs of a function, compiled, without the first run.
-
-    Args:
-        body: The function.
+    """Compile a function, and return the seconds of several runs after the first.
 
     Example:
         >>> len(run_seconds(lambda: tf.zeros([])))
@@ -196,14 +186,14 @@ def run_seconds(body: Callable[[], Any]) -> list[float]:
 
 
 def measure_step(schedule: Schedule, timed: Timed) -> Timeline:
-    """Measure the start and end of each action of a complete step, without the optimizer's update.
+    """Measure the timeline of a complete step, without the optimizer's update.
 
     Args:
         schedule: The order of the actions.
         timed: As for `measure_durations`.
 
     Returns:
-        The timeline of the run with the median step time. It has no peak memory.
+        The timeline of the run with the median step time, without peak memory.
 
     Example:
         >>> def timed(schedule):  # one second for each action, one action at a time
@@ -228,7 +218,7 @@ def measure_step(schedule: Schedule, timed: Timed) -> Timeline:
 
 
 def _measure_runs(schedule: Schedule, timed: Timed) -> list[ActionTimes]:
-    """Run a schedule several times, and return the start and end of each action, without the first run."""
+    """Return the start and end of each action in several runs after the first."""
     actions = schedule.in_order()
     run = tf.function(lambda: timed(schedule), autograph=False)
     with tf_determinism.suspended():

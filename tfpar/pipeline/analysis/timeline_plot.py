@@ -1,4 +1,4 @@
-"""Pictures of a planned and a measured schedule as Gantt charts. No TensorFlow."""
+"""Gantt charts of planned and measured schedules. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The colour-blind safe palette of Okabe and Ito; of different lightness for prints in grey.
+# The colour-blind safe palette of Okabe and Ito. Lightness and hatches differ too, for prints in grey.
 _COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#E69F00", "W": "#009E73"}
-# And of different hatches, so that colour is never alone.
 _HATCHES: dict[Kind, str] = {"F": "", "B": "////", "W": "...."}
 BUBBLE = "#E4E4E4"
 _MARGIN_INCHES = 1.1
 _BOX_HEIGHT = 0.84
 _LARGEST_POINTS, _SMALLEST_POINTS = 9.0, 5.0
-_DIGIT_WIDTH = 0.64  # of the bundled font, relative to its size
+_DIGIT_WIDTH = 0.64  # relative to the size of the bundled font
 
 
 def draw(planned: Timeline, measured: Timeline | None, schedule: Schedule, path: Path | None) -> bytes:
-    """Draw a planned schedule, and below it on the same time axis a measured one, as a PNG image.
+    """Draw a planned schedule, and a measured one below it on the same time axis, as a PNG image.
 
     Args:
-        planned: The timeline from `simulate`.
-        measured: A measured timeline of the same schedule; None to draw the planned one alone.
+        planned: The result of `simulate`.
+        measured: A measured timeline of the same schedule, or None.
         schedule: The schedule of both.
-        path: File for a copy of the image, in an existing folder; None for no file.
+        path: File in an existing folder to write the image to, or None.
 
     Returns:
-        The bytes of the image, with 150 dots per inch and 9 to 18 inches wide.
+        The bytes of the image, 9 to 18 inches wide at 150 dots per inch.
 
     Example:
         >>> from tfpar.pipeline.schedule import make
@@ -55,18 +54,15 @@ def draw(planned: Timeline, measured: Timeline | None, schedule: Schedule, path:
 
 
 def figure(planned: Timeline, measured: Timeline | None, schedule: Schedule) -> Figure:
-    """Return the picture of `draw` as a figure without a window or pyplot state.
+    """Return the picture of `draw` as a figure, without a window or pyplot state.
 
-    A row is a device, a box an action with the index of its micro-batch if there is room, and grey is the bubble. Later
-    stages of a device have lighter colours.
+    Each row is a device, and each box an action, with the index of its micro-batch if there is room. Grey is the
+    bubble. Later stages of a device have lighter colours.
 
     Args:
-        planned: The timeline from `simulate`.
-        measured: A measured timeline of the same schedule; None to draw the planned one alone.
+        planned: The result of `simulate`.
+        measured: A measured timeline of the same schedule, or None.
         schedule: The schedule of both.
-
-    Returns:
-        The figure.
 
     Example:
         >>> from tfpar.pipeline.schedule import make
@@ -105,11 +101,11 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, schedule: Schedule, 
         row = (device - _BOX_HEIGHT / 2, _BOX_HEIGHT)
         axes.broken_barh([(0, 1e3 * timeline.step_seconds)], row, facecolors=BUBBLE)
         for kind, hatch in _HATCHES.items():
-            of_kind = [span for span in spans if span.action.kind == kind]
+            same_kind = [span for span in spans if span.action.kind == kind]
             axes.broken_barh(
-                [(1e3 * span.begin_seconds, 1e3 * (span.end_seconds - span.begin_seconds)) for span in of_kind],
+                [(1e3 * span.begin_seconds, 1e3 * (span.end_seconds - span.begin_seconds)) for span in same_kind],
                 row,
-                facecolors=[_colour(span.action, schedule) for span in of_kind],
+                facecolors=[_colour(span.action, schedule) for span in same_kind],
                 edgecolors="white",
                 linewidths=0.5,
                 hatch=hatch,
@@ -129,7 +125,7 @@ def _row_label(device: int, schedule: Schedule) -> str:
 
 
 def _label(axes: Axes, timeline: Timeline, schedule: Schedule, points_per_second: float) -> None:
-    """Write the indices of micro-batches in one font size, into all boxes that are wide enough."""
+    """Write the indices of micro-batches into all boxes that are wide enough, in one font size."""
 
     def fitting_points(span: Span) -> float:
         width_points = (span.end_seconds - span.begin_seconds) * points_per_second

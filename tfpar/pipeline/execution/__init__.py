@@ -1,1 +1,1 @@
-"""The execution of a schedule: the steps of a pipeline as TensorFlow graphs."""
+"""Execution of a schedule: the steps of a pipeline as TensorFlow graphs."""

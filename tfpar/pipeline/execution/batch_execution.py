@@ -1,10 +1,10 @@
-"""The execution of one batch on all replicas of a pipeline, and the sums of their results.
+"""Execution of one batch on all replicas of a pipeline, and the sums of their results.
 
     replica 0   micro-batches 0 1 2   devices 0 1   ─► gradients ─┐
                                                                   ├─ added on the device of each weight ─► update
     replica 1   micro-batches 3 4 5   devices 2 3   ─► gradients ─┘
 
-A pipeline has one replica. Each replica reads the weights at the beginning of a step, on its own devices.
+Each replica copies the weights to its own devices at the beginning of a step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat.graphs import tf_graph
-from tfpar.pipeline.execution.gathered_microbatches import compute_on_whole_batch
 from tfpar.pipeline.execution.other_workers import Peers
-from tfpar.pipeline.execution.row_sums import added, added_over_workers, joined
+from tfpar.pipeline.execution.row_sums import sum_over_replicas, sum_over_workers, to_slices
 from tfpar.pipeline.execution.schedule_executor import Execution
-from tfpar.pipeline.execution.state_changes import added_changes, sums_of_pairs, values_after
+from tfpar.pipeline.execution.state_changes import new_values, sum_by_variable, sum_changes
 from tfpar.pipeline.execution.step_loss import StepLoss
+from tfpar.pipeline.execution.whole_batch_loss import compute_whole_batch_loss
 from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, segments
@@ -31,24 +31,24 @@ from tfpar.pipeline.stages.compiled_stage import CompiledStage
 from tfpar.reduction.gradients.gradient_addition import plus
 
 
-def named(replica: int) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that puts the number of a replica after the first into the names of its operations."""
-    # With its slash, TensorFlow's name scope is that of an earlier context, not a new one.
+def replica_scope(replica: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a name scope for the operations of a replica; none for the first replica."""
+    # The slash makes TensorFlow reuse the scope instead of numbering a new one.
     return tf.name_scope(f"replica_{replica}/") if replica else contextlib.nullcontext()
 
 
 class StepResults(NamedTuple):
-    """The results of a step but the gradients.
+    """The results of a step, except gradients.
 
     Args:
         loss: The loss of the global batch, a scalar in Keras' float type.
-        of_outputs: The losses of single outputs, where Keras logs them, scalars.
+        output_losses: The loss of each output, if Keras logs them, scalars.
         new_states: Each state that layers or the loss change, with its value after the step.
-        metrics_to_add: Variables of metrics, each with a sum to add to it.
+        metrics_to_add: Each metric variable to which replicas add, with the sum to add.
     """
 
     loss: tf.Tensor
-    of_outputs: list[tf.Tensor]
+    output_losses: list[tf.Tensor]
     new_states: list[tuple[keras.Variable, tf.Tensor]]
     metrics_to_add: list[tuple[keras.Variable, tf.Tensor]]
 
@@ -61,10 +61,10 @@ class StepContext:
     """The execution of one batch on all replicas.
 
     Args:
-        executions: The actions of each replica of this process.
+        executions: The execution on each replica of this process.
         losses: The loss of each replica.
-        peers: The other workers of a job; None for none.
-        reads_inputs: Whether a loss or a metric that takes the whole batch reads its inputs.
+        peers: The other workers, if the job has several.
+        reads_inputs: Whether a loss or metric of the whole batch reads the model's inputs.
     """
 
     def __init__(
@@ -79,57 +79,57 @@ class StepContext:
         self.num_examples = executions[0].microbatches.num_examples
 
     def run(self, actions: Sequence[Action], *, loops: bool = True) -> None:
-        """Add the actions of each replica to the graph: its forward passes first, if the loss takes the whole batch.
+        """Add the actions of each replica to the graph, with all forward passes first for a loss of the whole batch.
 
         Args:
-            actions: The actions of one replica in a topological order.
-            loops: Whether actions that repeat with later micro-batches are loops.
+            actions: The actions of one replica in topological order.
+            loops: Whether actions that repeat with later micro-batches become loops.
         """
         loss = self._losses[0]
         later = [action for action in actions if loss.takes_whole and action.kind != "F"]
         first = [action for action in actions if action.kind == "F"] if loss.takes_whole else actions
-        before, after = (segments(some) if loops else [Segment(tuple(some))] for some in (first, later))
+        before, after = (segments(order) if loops else [Segment(tuple(order))] for order in (first, later))
         self._run(before, after)
         if loss.takes_outputs:
-            compute_on_whole_batch(self.executions, loss, self._peers, reads_inputs=self._reads_inputs)
+            compute_whole_batch_loss(self.executions, loss, self._peers, reads_inputs=self._reads_inputs)
         self._run(after, before)
 
-    def _run(self, some: Sequence[Segment], others: Sequence[Segment]) -> None:
-        for number, execution in enumerate(self.executions):
-            with named(number):
-                execution.run(some, others)
+    def _run(self, run_now: Sequence[Segment], others: Sequence[Segment]) -> None:
+        for replica, execution in enumerate(self.executions):
+            with replica_scope(replica):
+                execution.run(run_now, others)
 
     @property
     def ends(self) -> list[tf.Tensor]:
-        """Tensors after which all actions have run."""
+        """Tensors to wait for until all actions have run."""
         return [end for execution in self.executions for end in execution.ends]
 
     def gradients(self) -> dict[int, Any]:
         """Return the gradient of each weight by the weight's `id`.
 
-        It is summed over the replicas, once the last backward pass of a stage has run on each; then over the stages
-        that read the weight, and the loss.
+        Gradients are summed over the replicas as soon as all have ended the backward passes of a stage, then over the
+        stages that read the weight, and the loss.
         """
-        of_loss = [sums for loss in self._losses if (sums := loss.sums())]
-        of_stages = zip(*(execution.sums() for execution in self.executions), strict=True)
-        users: list[tuple[Any, Any]] = [
-            *zip(self.executions[0].stages, of_stages, strict=True),
-            (self._losses[0].compiled, of_loss),
+        loss_sums = [sums for loss in self._losses if (sums := loss.sums())]
+        stage_sums = zip(*(execution.sums() for execution in self.executions), strict=True)
+        readers: list[tuple[Any, Any]] = [
+            *zip(self.executions[0].stages, stage_sums, strict=True),
+            (self._losses[0].compiled, loss_sums),
         ]
-        # The workers' messages about the last stage come first, which is the first to end its backward passes.
-        per_user = [self._joined(user, sums) if any(sums) else [] for user, sums in reversed(users)][::-1]
-        self._keep_pace(per_user)
+        # Workers send the gradients of the last stage first, because its backward passes end first.
+        per_reader = [self._reduced(reader, sums) if any(sums) else [] for reader, sums in reversed(readers)][::-1]
+        self._keep_pace(per_reader)
         total: dict[int, Any] = collections.defaultdict(lambda: None)
-        for (user, _), gradients in zip(users, per_user, strict=True):
-            for variable, gradient in zip(user.parameters, gradients, strict=False):
+        for (reader, _), gradients in zip(readers, per_reader, strict=True):
+            for variable, gradient in zip(reader.parameters, gradients, strict=False):
                 with tf.device(variable.value.device):
                     total[id(variable)] = plus(total[id(variable)], gradient)
         return {key: gradient for key, gradient in total.items() if gradient is not None}
 
     def _keep_pace(self, gradients: Sequence[Sequence[Any]]) -> None:
-        """Let the weights of a block wait for the sums of the gradients of the block but one before.
+        """Gather the weights of a block only after the gradients of the block two before it are summed.
 
-        A replica that is ahead of the others would hold the gradients of all its blocks.
+        Otherwise a replica ahead of the others would hold the gradients of all its blocks.
         """
         for execution in self.executions:
             for stage, reads in execution.variables.last_reads.items():
@@ -137,38 +137,40 @@ class StepContext:
                 with tf.control_dependencies([total for total in sums if total is not None]):
                     tf_graph.run_before(tf.no_op(), reads)
 
-    def _joined(self, user: CompiledStage | MicrobatchLoss, replicas: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return summed gradients of the parameters of a stage or the loss as tensors, slices or None."""
-        gradients = added(replicas, user.kinds, user.parameters)
+    def _reduced(self, reader: CompiledStage | MicrobatchLoss, replicas: Sequence[Sequence[Any]]) -> list[Any]:
+        """Sum the gradients of the parameters of a stage or the loss over replicas and workers."""
+        gradients = sum_over_replicas(replicas, reader.kinds, reader.parameters)
         if self._peers is not None:
-            gradients = added_over_workers(gradients, user.kinds, user.parameters, self._peers)
-        return joined(gradients, user.kinds, user.parameters)
+            gradients = sum_over_workers(gradients, reader.kinds, reader.parameters, self._peers)
+        return to_slices(gradients, reader.kinds, reader.parameters)
 
     def results(self, penalties: Sequence[tf.Tensor]) -> StepResults:
-        """Return the loss and the new states, summed over all replicas.
+        """Return the loss and the new states, summed over replicas and workers.
 
         Args:
             penalties: The losses of weight regularizers, scalars.
         """
         computing = self._losses[:1] if self._losses[0].takes_whole else self._losses
-        of_outputs = [tf.add_n(list(same)) for same in zip(*(loss.of_outputs() for loss in computing), strict=True)]
-        metrics = sums_of_pairs([loss.metrics_to_add() for loss in self._losses])
-        states = sums_of_pairs([loss.new_states() for loss in self._losses])
-        changes = added_changes([execution.variables.changes() for execution in self.executions])
+        output_losses = [
+            tf.add_n(list(values)) for values in zip(*(loss.output_losses() for loss in computing), strict=True)
+        ]
+        metrics = sum_by_variable([loss.metrics_to_add() for loss in self._losses])
+        states = sum_by_variable([loss.new_states() for loss in self._losses])
+        changes = sum_changes([execution.variables.changes() for execution in self.executions])
         if self._peers is None:
             loss = _sum([*self._values(), *penalties])
-            return StepResults(loss, of_outputs, [*values_after(changes), *states], metrics)
-        metrics = sums_of_pairs([metrics, states])  # both are sums from zero
+            return StepResults(loss, output_losses, [*new_values(changes), *states], metrics)
+        metrics = sum_by_variable([metrics, states])  # both are sums from zero
         replaced = [change for change in changes if change.is_replaced]
         changes = [change for change in changes if not change.is_replaced]
         sums = [value for _, value in metrics] + [change.change for change in changes]
-        total = iter(self._peers.add([_sum(self._values()), *of_outputs, *sums]))
-        loss, of_outputs = _sum([next(total), *penalties]), [next(total) for _ in of_outputs]
+        total = iter(self._peers.add([_sum(self._values()), *output_losses, *sums]))
+        loss, output_losses = _sum([next(total), *penalties]), [next(total) for _ in output_losses]
         metrics = [(variable, next(total)) for variable, _ in metrics]
         changes = [*replaced, *(change._replace(change=next(total)) for change in changes)]
-        return StepResults(loss, of_outputs, values_after(changes), metrics)
+        return StepResults(loss, output_losses, new_values(changes), metrics)
 
     def _values(self) -> list[tf.Tensor]:
         """Return the losses added by layers and the loss of the outputs, scalars."""
-        of_layers = [loss for execution in self.executions for loss in execution.losses]
-        return [*of_layers, *(loss.value() for loss in self._losses)]
+        layer_losses = [loss for execution in self.executions for loss in execution.losses]
+        return [*layer_losses, *(loss.value() for loss in self._losses)]

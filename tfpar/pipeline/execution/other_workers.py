@@ -1,4 +1,4 @@
-"""The other workers of a job, each with replicas of the same pipeline, as a step needs them."""
+"""Communication of a step with the other workers of a job, which run replicas of the same pipeline."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import keras
 import tensorflow as tf
 
 
-class LocalPart(NamedTuple):
-    """The part of a global batch on this worker.
+class BatchSizes(NamedTuple):
+    """The sizes of the local batch and the global batch.
 
     Args:
-        num_counted: The number of its examples that count, an int64 scalar. It is 0 where other workers have all
-            examples; this worker then computes one of weight 0.
+        num_counted: The number of local examples that count, an int64 scalar. If there are none, the worker computes
+            one example of weight 0.
         num_examples: The size of the global batch, an int64 scalar.
     """
 
@@ -23,33 +23,28 @@ class LocalPart(NamedTuple):
 
 
 class Peers(Protocol):
-    """Sums over the workers of a job, inside of a step; all workers call the same methods in the same order.
-
-    Attributes:
-        num_workers: The number of workers.
-        rank: The rank of this worker.
-    """
+    """Collectives over the workers of a job inside a step. All workers call the same methods in the same order."""
 
     num_workers: int
     rank: int
 
     def add(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the sums of small tensors over all workers."""
+        """Sum small tensors over all workers."""
 
     def add_gradients(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
-        """Return the sum of the gradient of each weight over all workers, on the device of the weight.
+        """Sum the gradient of each weight over all workers, on the device of the weight.
 
-        Where one worker alone updates a weight, the sum may be right only there.
+        If a single worker updates a weight, only that worker may receive the sum.
 
         Args:
-            gradients: A tensor, or None for none.
+            gradients: The gradient of each weight, a tensor or None.
             weights: The weights.
         """
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
-        """Return the rows of tensors of all workers, in the order of their ranks.
+        """Gather the rows of tensors from all workers, in the order of their ranks.
 
         Args:
-            tensors: `[rows, ...]` each, with equal numbers of rows.
-            device: The device that holds them, the same on all workers.
+            tensors: `[rows, ...]` each, all with the same number of rows.
+            device: The device of the tensors, the same on all workers.
         """

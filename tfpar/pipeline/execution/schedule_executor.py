@@ -1,11 +1,11 @@
-"""A schedule lowered to one TensorFlow graph: every action a function call on its device, in the device's order.
+"""Lowering of a schedule to one TensorFlow graph. Each action is a function call on its device, in the device's order.
 
 device 0   F0.0 ─► F0.1 ─────────► B0.0 ─► B0.1       ─►  the order of the device: a control dependency
              └─┐      └─┐          ┌─┘       ┌─┘       ┐  a transfer: TensorFlow sends an activation or a gradient
 device 1      F1.0 ─► B1.0 ─► F1.1 ─► B1.1             └  as soon as it is computed, while both devices compute
 
-Actions that repeat with later micro-batches are a loop, so that the graph does not grow with their number. An
-iteration begins on each device when the previous one has ended there, not when it has ended everywhere.
+Actions that repeat with later micro-batches become a loop, so that the graph does not grow with their number. An
+iteration starts on each device as soon as the previous one has ended on this device.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ from tfpar.pipeline.schedule.segments import Segment, needs_queues
 from tfpar.pipeline.stages.bundles import Bundle
 from tfpar.pipeline.stages.compiled_stage import BackwardResults
 from tfpar.pipeline.stages.compiler import CompiledStages
-from tfpar.pipeline.stages.values import MaskedTensor, Place, copies_on, places_of, sum_on
+from tfpar.pipeline.stages.values import BatchPosition, MaskedTensor, copies_on, sum_on, value_devices
 from tfpar.reduction.gradients.gradient_addition import plus, tensors_of
 
 
 class Execution:
-    """One run of a schedule over the micro-batches of one global batch, while a step is traced.
+    """The execution of a schedule on the micro-batches of one global batch, while a step is traced.
 
     Args:
         compiled: The compiled stages.
-        variables: The weights and states of the step, and the tensors that it holds.
+        variables: The weights, states and live tensors of the step.
         microbatches: The micro-batches of the batch.
-        scale: The gradient of one unit of loss, a scalar in Keras' float type.
-        factors: Returns for a micro-batch the weight of each added loss in the loss of the batch, in the order of the
+        scale: The gradient with respect to the loss, a scalar in Keras' float type.
+        factors: Returns the weight of each added loss of a micro-batch in the loss of the batch, in the order of the
             stages; None for a prediction.
-        loss: Computes the loss of a micro-batch; None for a prediction. A prediction collects the outputs, and so does
-            a loss that takes those of all micro-batches.
-        sums_in_call: The sum and weight over the whole batch of each loss computed by a layer, in the order of the
-            stages, float64 `[losses, 2]`; None where no loss is computed.
+        loss: The loss; None for a prediction. Predictions, and losses of the whole batch, collect the outputs.
+        sums_in_call: The sum and weight over the whole batch of each loss that layers compute, in the order of the
+            stages, float64 `[losses, 2]`; None if there are none.
         first_microbatch: The index in the batch of micro-batch 0 of the schedule.
         timed: Whether to measure when each action runs.
 
@@ -74,30 +73,30 @@ class Execution:
         self._timed, self._added_factors, self._loss, self._first_microbatch = timed, factors, loss, first_microbatch
         self.devices = [compiled.device for compiled in self.stages]
         self._groups = {compiled.device: compiled.devices for compiled in self.stages}
-        self._loss_places: list[str] = []
+        self._gradient_devices: list[str] = []
         sizes = [len(compiled.ways) for compiled in self.stages]
         sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
-        # Each device has its own, or a loop would send them in every iteration.
-        of_stages = zip(tf.split(sums, sizes), self.devices, strict=True)
-        self._sums_in_call = [MaskedTensor(of_stage).on(device).tensor for of_stage, device in of_stages]
-        self._scales = [MaskedTensor(scale).on(device).tensor for device in self.devices]
+        # Copied to each device once, because a loop would send them in every iteration.
+        stage_sums = zip(tf.split(sums, sizes), self.devices, strict=True)
+        self._sums_in_call = [copies_on([device], tensor) for tensor, device in stage_sums]
+        self._scales = [copies_on([device], scale) for device in self.devices]
         self._producers = {value: i for i, stage in enumerate(self.stages) for value in stage.stage.computed}
         self._last_uses = self._find_last_uses()
         self._rows = [
             RowSums(self.live, stage, compiled.trace.backward.sums, compiled.kinds, compiled.device)
             for stage, compiled in enumerate(self.stages)
         ]
-        self._earlier: dict[str, Sequence[tf.Tensor]] = {}  # the ends before those of the last action, by device
+        self._earlier: dict[str, Sequence[tf.Tensor]] = {}  # by device, the ends of the action before the last
         self._offset: tf.Tensor | None = None
         self._cut: dict[tuple[int, str], Microbatch] = {}
         self.moments: list[tuple[Action, tf.Tensor, tf.Tensor]] = []
 
     def run(self, segments: Sequence[Segment], others: Sequence[Segment] = ()) -> None:
-        """Add the actions of segments to the graph; each action comes after those that it depends on.
+        """Add the actions of segments to the graph.
 
         Args:
-            segments: The segments.
-            others: Those of the same step that run earlier or later.
+            segments: The segments, in topological order.
+            others: Other segments of the same step, which run earlier or later.
         """
         self.live.uses_queues = needs_queues([*segments, *others])
         for segment in segments:
@@ -115,7 +114,7 @@ class Execution:
         self._join_ends()
         self.live.repeat(segment.repeats, segment.shift, act, num_parallel=2 * len(self.devices) + 2)
         for device in dict.fromkeys(self.devices):
-            with tf.device(device):  # a control dependency on a result of the loop would be one on the whole loop
+            with tf.device(device):  # a control dependency on a result of the loop would wait for the whole loop
                 self.live[Key("end", device)] = [tf.identity(end) for end in self._before(device)]
         self._offset, self._cut = None, {}
 
@@ -126,56 +125,55 @@ class Execution:
             if action.kind == "F":
                 values = [self.value(value, number, device) for value in compiled.stage.inputs]
                 arrived = tensors_of([value.tensor for value in values])
-                self._at(action, device, arrived, functools.partial(self._forward, stage, number, values))
+                self._run_action(action, device, arrived, functools.partial(self._forward, stage, number, values))
             elif action.kind == "B":
                 upstream = self._upstream(stage, number)
                 arrived = tensors_of(upstream)
-                self._at(action, device, arrived, functools.partial(self._backward, stage, number, upstream))
+                self._run_action(action, device, arrived, functools.partial(self._backward, stage, number, upstream))
             else:
-                self._at(action, device, [], functools.partial(self._weights, stage, number))
+                self._run_action(action, device, [], functools.partial(self._weight_gradients, stage, number))
 
     def microbatch(self, number: int, device: str) -> Microbatch:
-        """Return a micro-batch for a stage on a device; in a loop `number` is its index in the first iteration."""
+        """Return a micro-batch for a stage on a device; in a loop, `number` is its index in the first iteration."""
         key = number, host_of(device)
         if key not in self._cut:
             self._cut[key] = self.microbatches.at(functools.partial(self._index, number), key[1])
         return self._cut[key]
 
     def number(self, number: int, device: str) -> tf.Tensor:
-        """Return the index in the global batch of a micro-batch, an int64 scalar on the host of a device."""
+        """Return the index of a micro-batch in the global batch, an int64 scalar on the host of a device."""
         with tf.device(host_of(device)):
             return self._index(number, host_of(device)) + self.microbatches.first_number
 
     def _index(self, number: int, host: str) -> tf.Tensor:
-        """Return the index among the micro-batches of this process."""
+        """Return the index of a micro-batch among those of this process."""
         with tf.device(host):
             index = tf.constant(self._first_microbatch + number, tf.int64)
             return index if self._offset is None else index + self._offset
 
     def outputs(self) -> list[list[MaskedTensor]]:
-        """Return the model's collected flat outputs for each micro-batch, on the last stage's device.
+        """Return the collected flat outputs of the model for each micro-batch, on the last device.
 
-        Those of a prediction have no masks, and no rows of a repeated example.
+        In a prediction they have no masks, and repeated examples are dropped.
         """
         outputs = [self._specs[value] for value in self._outputs]
         specs = [(spec.whole, None if self._loss is None else spec.mask) for spec in outputs]
         collected = self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
-        return [[MaskedTensor(*pair) for pair in of_microbatch] for of_microbatch in collected]
+        return [[MaskedTensor(*pair) for pair in microbatch] for microbatch in collected]
 
-    def receive(self, number: int, gradients: Sequence[Any]) -> None:
-        """Hold the gradient of each output of a micro-batch for the backward pass of the last stage.
+    def save_output_gradients(self, number: int, gradients: Sequence[Any]) -> None:
+        """Save the gradient of each output of a micro-batch for the backward pass of the last stage.
 
         Args:
             number: The index of the micro-batch.
-            gradients: A tensor, a tuple of shards, or None for none. A tensor is divided where the output is sharded.
+            gradients: Each a tensor, a tuple of shards, or None. The gradient of a sharded output is split into shards.
         """
         if tensors_of(gradients):
-            divided = list(map(self._as_output, self._outputs, gradients))
-            self._loss_places = places_of(self._groups[self.devices[-1]], divided)
-            self.live.save(_loss_gradients(number), divided, self._loss_places)
+            split = list(map(self._split_gradient, self._outputs, gradients))
+            self._gradient_devices = value_devices(self._groups[self.devices[-1]], split)
+            self.live.save(_loss_gradients(number), split, self._gradient_devices)
 
-    def _as_output(self, value: Value, gradient: Any) -> Any:
-        """Return the gradient of an output, in shards where the output is sharded."""
+    def _split_gradient(self, value: Value, gradient: Any) -> Any:
         spec = self._specs[value]
         if not (spec.is_sharded and isinstance(gradient, tf.Tensor)):
             return gradient
@@ -184,10 +182,7 @@ class Execution:
         return copies_on(self._groups[self.devices[-1]], shards)
 
     def sums(self) -> list[list[Any]]:
-        """Return for each stage the gradients of its weights, summed over micro-batches, as `CompiledStage.sums` does.
-
-        A stage without a backward pass has none.
-        """
+        """Return the weight gradients of each stage, summed over micro-batches; empty without a backward pass."""
         sums = []
         for stage, compiled in enumerate(self.stages):
             totals = self.live.take(Key("totals", stage))
@@ -197,11 +192,11 @@ class Execution:
     @property
     def losses(self) -> list[tf.Tensor]:
         """The losses added by each stage, summed over micro-batches, scalars."""
-        return [self.live[key] for key in self.live.of_role("added losses")]
+        return [self.live[key] for key in self.live.keys("added losses")]
 
     @property
     def ends(self) -> list[tf.Tensor]:
-        """Tensors of the last action of each device: after them, all actions have run."""
+        """Results of the last action of each device, to wait for until all actions have run."""
         return [tensor for device in dict.fromkeys(self.devices) for tensor in self._before(device)]
 
     def _before(self, device: str) -> list[tf.Tensor]:
@@ -209,40 +204,40 @@ class Execution:
         return before
 
     def _join_ends(self) -> None:
-        """Replace the ends of each device by one scalar, which a loop carries to its next iteration."""
+        """Replace the ends of each device by one scalar that a loop can carry."""
         for device in dict.fromkeys(self.devices):
             with tf.device(device), tf.control_dependencies(self._before(device)):
                 self.live[Key("end", device)] = [tf.constant(True)]
 
     def _find_last_uses(self) -> dict[tuple[Value, str], int]:
-        """Return the last stage of each device that takes a value; the loss takes the outputs after the last stage."""
+        """Return the last stage that reads each value on each device. The loss reads outputs after the last stage."""
         uses = {}
         for index, compiled in enumerate(self.stages):
             uses.update({(value, compiled.device): index for value in compiled.stage.inputs})
         return uses | {(value, self.devices[-1]): len(self.devices) - 1 for value in self._outputs}
 
     def value(self, value: Value, number: int, device: str) -> MaskedTensor:
-        """Return a value of a micro-batch on a device; it was sent there once, as soon as it was computed."""
+        """Return a value of a micro-batch on a device."""
         if value not in self._producers:
-            entry = self.microbatch(number, device).values[value, device]
+            model_input = self.microbatch(number, device).values[value, device]
             with tf.device(device):
-                return MaskedTensor(tf.nest.map_structure(tf.identity, entry, expand_composites=True))
+                return MaskedTensor(tf.nest.map_structure(tf.identity, model_input, expand_composites=True))
         return MaskedTensor(*self.live[Key("value", (value, device), number)])
 
     def _upstream(self, stage: int, number: int) -> list[Any]:
-        """Return the summed gradient of each output of a stage; those of the last stage come from the loss."""
+        """Return the summed gradient of each output of a stage. Those of the last stage come from the loss."""
         outputs, device = self.stages[stage].stage.outputs, self.devices[stage]
         if stage == len(self.devices) - 1:
-            of_loss = self.live.take_saved(_loss_gradients(number), self._loss_places, [])
-            pairs = list(zip(self._outputs, of_loss, strict=False))
+            loss_gradients = self.live.take_saved(_loss_gradients(number), self._gradient_devices, [])
+            pairs = list(zip(self._outputs, loss_gradients, strict=False))
             per_output = [[gradient for output, gradient in pairs if output is value] for value in outputs]
         else:
             sources = range(len(self.devices) - 1, -1, -1)
             keys = [[Key("gradient", (value, source), number) for source in sources] for value in outputs]
-            per_output = [[self.live.take(key) for key in of_value] for of_value in keys]
+            per_output = [list(map(self.live.take, value_keys)) for value_keys in keys]
         return [sum_on(self._groups[device], gradients) for gradients in per_output]
 
-    def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int, number: int) -> None:
+    def _send_gradients(self, gradients: Sequence[Any], values: Sequence[Value], source: int, number: int) -> None:
         """Send gradients of values to the devices that computed the values."""
         for value, gradient in zip(values, gradients, strict=True):
             if gradient is not None and value in self._producers:
@@ -251,10 +246,10 @@ class Execution:
                     key = Key("gradient", (value, source), number)
                     self.live[key] = plus(self.live.get(key), sent)
 
-    def _at(
+    def _run_action(
         self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]
     ) -> None:
-        """Run an action after the earlier ones of its device and, to be timed, after its transfers have arrived."""
+        """Run an action after the earlier actions of its device. If it is timed, wait also for its transfers."""
         before = self._before(device)
         with tf.device(device), tf.control_dependencies(before):
             if not self._timed:
@@ -272,17 +267,18 @@ class Execution:
     def _forward(self, stage: int, number: int, values: list[MaskedTensor]) -> list[tf.Tensor]:
         compiled, device, scale = self.stages[stage], self.devices[stage], self._scales[stage]
         microbatch = self.microbatch(number, device)
-        factors, weights = self._factors(stage, microbatch), self._weights_of(stage)
+        factors, weights = self._factors(stage, microbatch), self._weights(stage)
         scales = scale * (tf.stack(factors) if factors else tf.zeros([0], scale.dtype))
-        place = Place(self.number(number, device), microbatch.part, self._sums_in_call[stage])
+        position = BatchPosition(self.number(number, device), microbatch.fraction, self._sums_in_call[stage])
         states = self.variables.states(stage, number)
-        done = compiled.forward(weights, states, values, place, scales, microbatch.rows)
-        ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][: compiled.num_ends]
-        self._publish(compiled.stage, done.outputs, done.masks, number)
-        self.variables.note(stage, number, done.new_states, microbatch)
-        if done.saved and compiled.trains:
-            self.live.save(Key("saved", stage, number), done.saved, compiled.saved_places[0])
-        for factor, loss in zip(factors, done.losses, strict=False):
+        results = compiled.forward(weights, states, values, position, scales, microbatch.rows)
+        tensors = [*results.saved, *results.new_states, *tensors_of([results.outputs, results.losses])]
+        ends = tensors[: compiled.num_ends]
+        self._send_outputs(compiled.stage, results.outputs, results.masks, number)
+        self.variables.record(stage, number, results.new_states, microbatch)
+        if results.saved and compiled.trains:
+            self.live.save(Key("saved", stage, number), results.saved, compiled.saved_devices[0])
+        for factor, loss in zip(factors, results.losses, strict=False):
             self.live.add(Key("added losses", stage), factor * tf.cast(loss, factor.dtype))
         if stage == len(self.devices) - 1:
             ends = [*ends, *self._end_forward(number)]
@@ -301,7 +297,7 @@ class Execution:
             index, microbatch = self.number(number, device), self.microbatch(number, device)
             result = self._loss.add(number, index, microbatch, outputs)
         if result is not None:
-            self.receive(number, result.gradients)
+            self.save_output_gradients(number, result.gradients)
             ends = [result.value, *tensors_of(result.gradients)][: self.stages[-1].num_ends]
         if self._loss is None or self._loss.takes_outputs:
             collected = map(functools.partial(self._collected, number), self._outputs, outputs)
@@ -316,15 +312,15 @@ class Execution:
         return whole, None if self._specs[value].mask is None else output.mask
 
     def _counted_rows(self, number: int, output: Any) -> Any:
-        """Return the rows of an output, any number for each example; none of a repeated example."""
+        """Return the rows of an output, however many there are for each example; none for a repeated example."""
         with tf.device(self.devices[-1]):
             num_rows = data.num_rows(output)
         with tf.device(host_of(self.devices[-1])):
             last = tf.where(self.microbatch(number, self.devices[-1]).num_counted > 0, num_rows, 0)
         return data.take_rows(output, 0, last)
 
-    def _publish(self, stage: Stage, tensors: Sequence[Any], masks: Sequence[Any], number: int) -> None:
-        """Send the outputs that a stage computes to the devices of later stages."""
+    def _send_outputs(self, stage: Stage, tensors: Sequence[Any], masks: Sequence[Any], number: int) -> None:
+        """Send the outputs that a stage computes to the devices that read them."""
         for value, tensor, mask in zip(stage.outputs, tensors, masks, strict=True):
             for device in dict.fromkeys(self.devices):
                 if value in stage.computed and (value, device) in self._last_uses:
@@ -339,33 +335,32 @@ class Execution:
         return list(self._added_factors(microbatch)[first : first + counts[stage]])
 
     def _backward(self, stage: int, number: int, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
-        compiled, key, weights = self.stages[stage], Key("totals", stage), self._weights_of(stage)
-        saved = self.live.take_saved(Key("saved", stage, number), compiled.saved_places[0], [])
+        compiled, key, weights = self.stages[stage], Key("totals", stage), self._weights(stage)
+        saved = self.live.take_saved(Key("saved", stage, number), compiled.saved_devices[0], [])
         totals = None if compiled.splits_backward else self.live.get(key)
-        done = compiled.backward(weights, saved, upstream, totals, self.microbatch(number, compiled.device).rows)
-        self._send(done.input_gradients, compiled.stage.inputs, stage, number)
+        results = compiled.backward(weights, saved, upstream, totals, self.microbatch(number, compiled.device).rows)
+        self._send_gradients(results.input_gradients, compiled.stage.inputs, stage, number)
         if compiled.splits_backward:
-            self.live.save(Key("saved for W", stage, number), done.saved, compiled.saved_places[1])
+            self.live.save(Key("saved for W", stage, number), results.saved, compiled.saved_devices[1])
         else:
-            self._note_gradients(stage, done)
-        return tensors_of(done)[: compiled.num_ends] or [tf.zeros([])]
+            self._add_weight_gradients(stage, results)
+        return tensors_of(results)[: compiled.num_ends] or [tf.zeros([])]
 
-    def _weights_of(self, stage: int) -> Bundle:
-        """Return the weights of a stage; sharded ones are on their way during the action before."""
+    def _weights(self, stage: int) -> Bundle:
+        """Return the weights of a stage. Sharded weights are gathered during the action before."""
         return self.variables.weights(stage, self._earlier.get(self.devices[stage], ()))
 
-    def _weights(self, stage: int, number: int) -> list[tf.Tensor]:
+    def _weight_gradients(self, stage: int, number: int) -> list[tf.Tensor]:
         compiled = self.stages[stage]
-        saved = self.live.take_saved(Key("saved for W", stage, number), compiled.saved_places[1], [])
-        done = compiled.weight_gradients(self._weights_of(stage), saved, self.live.get(Key("totals", stage)))
-        self._note_gradients(stage, done)
-        return tensors_of(done)[: compiled.num_ends] or [tf.zeros([])]
+        saved = self.live.take_saved(Key("saved for W", stage, number), compiled.saved_devices[1], [])
+        results = compiled.weight_gradients(self._weights(stage), saved, self.live.get(Key("totals", stage)))
+        self._add_weight_gradients(stage, results)
+        return tensors_of(results)[: compiled.num_ends] or [tf.zeros([])]
 
-    def _note_gradients(self, stage: int, done: BackwardResults) -> None:
-        self.live[Key("totals", stage)] = done.totals
-        self._rows[stage].add(done.rows)
+    def _add_weight_gradients(self, stage: int, results: BackwardResults) -> None:
+        self.live[Key("totals", stage)] = results.totals
+        self._rows[stage].add(results.rows)
 
 
 def _loss_gradients(number: int) -> Key:
-    """Return the key of the gradients of the model's outputs."""
     return Key("gradients of the loss", "model", number)

@@ -1,4 +1,4 @@
-"""The changes of states by the micro-batches of a step."""
+"""Changes of states by the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfpar._compat.graphs import tf_function
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.stages.bundles import Bundle, bundled, specs_of, unbundle
+from tfpar.pipeline.stages.bundles import Bundle, bundle_specs, bundled, unbundle
 from tfpar.reduction.gradients.gradient_addition import sum_of
 
 
@@ -21,8 +21,8 @@ class Change(NamedTuple):
     Args:
         state: The state.
         before: Its value before the step.
-        change: The sum of its changes, or its new value.
-        is_replaced: Whether `change` is its new value.
+        change: The sum of its changes; its new value if it is replaced.
+        is_replaced: Whether the step replaces the value.
     """
 
     state: keras.Variable
@@ -31,57 +31,57 @@ class Change(NamedTuple):
     is_replaced: bool
 
 
-def added_changes(replicas: Sequence[Sequence[Change]]) -> list[Change]:
-    """Return the changes of states over all replicas of a pipeline, on the device of each state.
+def sum_changes(replicas: Sequence[Sequence[Change]]) -> list[Change]:
+    """Sum the changes of states over the replicas of a pipeline, on the device of each state.
 
     Args:
-        replicas: The changes on each replica, of the same states.
+        replicas: For each replica, the changes of the same states.
     """
-    found = []
+    sums = []
     for first, *others in zip(*replicas, strict=True):
         with tf.device(first.state.value.device):
-            change = first.change if first.is_replaced else sum_of([first.change, *(one.change for one in others)])
-            found.append(first._replace(change=tf.identity(change)))
-    return found
+            change = first.change if first.is_replaced else sum_of([first.change, *(other.change for other in others)])
+            sums.append(first._replace(change=tf.identity(change)))
+    return sums
 
 
-def values_after(changes: Sequence[Change]) -> list[tuple[keras.Variable, tf.Tensor]]:
+def new_values(changes: Sequence[Change]) -> list[tuple[keras.Variable, tf.Tensor]]:
     """Return each state with its value after the step."""
-    found = []
+    pairs = []
     for state, before, change, is_replaced in changes:
         with tf.device(state.value.device):
-            found.append((state, tf.identity(change) if is_replaced else before + change))
-    return found
+            pairs.append((state, tf.identity(change) if is_replaced else before + change))
+    return pairs
 
 
-def sums_of_pairs(
-    many: Sequence[Sequence[tuple[keras.Variable, tf.Tensor]]],
+def sum_by_variable(
+    replicas: Sequence[Sequence[tuple[keras.Variable, tf.Tensor]]],
 ) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """Return each variable with the sum of its values in several lists."""
-    variables = {id(variable): variable for pairs in many for variable, _ in pairs}
+    """Return each variable with the sum of its values over several lists."""
+    variables = {id(variable): variable for pairs in replicas for variable, _ in pairs}
     values: dict[int, list[tf.Tensor]] = {key: [] for key in variables}
-    for variable, value in [pair for pairs in many for pair in pairs]:
+    for variable, value in [pair for pairs in replicas for pair in pairs]:
         values[id(variable)].append(value)
-    found = []
+    sums = []
     for key, variable in variables.items():
         with tf.device(variable.value.device):
-            found.append((variable, sum_of(values[key])))
-    return found
+            sums.append((variable, sum_of(values[key])))
+    return sums
 
 
 class StateChanges:
-    """The changes of the states that one stage, or the loss, is the last to change in a micro-batch.
+    """Accumulates the changes of the states that one stage, or the loss, is the last to change in a micro-batch.
 
-    A state changes by the mean of its changes over micro-batches, weighted by their sizes, so that an unchanged state
-    is equal to the last bit. The states of metrics that layers hold are summed. Other integer states change as in one
+    A state changes by the mean of its changes over micro-batches, weighted by their sizes; averaging changes instead of
+    values keeps unchanged states exact. Metric states of layers are summed. Other integer states change as in one
     micro-batch: a seed advances once a step.
 
     Args:
         owner: The stage, or the loss.
-        states: All states that it changes, in the order of its results.
-        owned: Those that it is the last to change.
+        states: All states that it changes.
+        owned: The states that it is the last to change.
         before: Their values before the step.
-        counting: The `id` of each state of a metric that a layer holds.
+        counting: The `id` of each metric state that a layer holds.
         device: The device of the stage.
     """
 
@@ -96,8 +96,8 @@ class StateChanges:
     ) -> None:
         self._key, self._owned, self._values, self._device = Key("changes", owner), owned, before, device
         self._specs = [tf.TensorSpec(state.shape, state.dtype) for state in states]
-        self._places = [next(i for i, state in enumerate(states) if state is one) for one in owned]
-        self._owned_specs = [self._specs[place] for place in self._places]
+        self._indices = [next(i for i, state in enumerate(states) if state is owned_state) for owned_state in owned]
+        self._owned_specs = [self._specs[index] for index in self._indices]
         self._counts = [id(state) in counting for state in owned]
         pairs = zip(self._owned_specs, self._counts, strict=True)
         self._replaced = [not (spec.dtype.is_floating or counts) for spec, counts in pairs]
@@ -106,10 +106,10 @@ class StateChanges:
             self._adder = self._compile()
 
     def add(self, live: LiveTensors, new: Bundle, microbatch: Microbatch) -> None:
-        """Add the changes by a micro-batch to the held sums.
+        """Add the changes by a micro-batch.
 
         Args:
-            live: The tensors that the step holds.
+            live: The live tensors of the step.
             new: The new values of `states`.
             microbatch: The micro-batch.
         """
@@ -117,15 +117,11 @@ class StateChanges:
         with tf.device(self._device):
             if sums is None:
                 sums = bundled([tf.zeros(spec.shape, spec.dtype) for spec in self._owned_specs], self._device)
-            weights = microbatch.part, microbatch.example_weight
+            weights = microbatch.fraction, microbatch.example_weight
             live[self._key] = list(tf_function.unordered_call(self._adder, sums, self._before, new, *weights))
 
     def results(self, live: LiveTensors) -> list[Change]:
-        """Return the change of each state; nothing if no micro-batch ran.
-
-        Args:
-            live: The tensors that the step holds. The sums are held no longer.
-        """
+        """Remove the sums from the live tensors, and return the change of each state, if a micro-batch has run."""
         sums = live.take(self._key)
         if sums is None:
             return []
@@ -133,19 +129,19 @@ class StateChanges:
         return list(map(Change, self._owned, self._values, changes, self._replaced))
 
     def _compile(self) -> Any:
-        def body(sums: Bundle, before: Bundle, new: Bundle, part: tf.Tensor, example_weight: tf.Tensor) -> Bundle:
-            totals, olds = (unbundle(one, self._owned_specs, self._device) for one in (sums, before))
+        def body(sums: Bundle, before: Bundle, new: Bundle, fraction: tf.Tensor, example_weight: tf.Tensor) -> Bundle:
+            totals, olds = (unbundle(bundle, self._owned_specs, self._device) for bundle in (sums, before))
             values = unbundle(new, self._specs, self._device)
             after = []
             with tf.device(self._device):
-                for index, place in enumerate(self._places):
-                    value = values[place]
-                    if not self._replaced[index]:
-                        weight = tf.cast(example_weight if self._counts[index] else part, value.dtype)
-                        value = totals[index] + weight * (value - olds[index])
+                for number, index in enumerate(self._indices):
+                    value = values[index]
+                    if not self._replaced[number]:
+                        weight = tf.cast(example_weight if self._counts[number] else fraction, value.dtype)
+                        value = totals[number] + weight * (value - olds[number])
                     after.append(value)
             return bundled(after, self._device)
 
-        owned, scalar = specs_of(self._owned_specs), tf.TensorSpec([], keras.config.floatx())
-        new = specs_of(self._specs)
+        owned, scalar = bundle_specs(self._owned_specs), tf.TensorSpec([], keras.config.floatx())
+        new = bundle_specs(self._specs)
         return tf_function.noinline_function(body, owned, owned, new, tf.TensorSpec([], tf.float64), scalar)

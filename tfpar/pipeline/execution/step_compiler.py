@@ -1,4 +1,4 @@
-"""The compiled functions of a model's steps, one set for each kind of batch."""
+"""Compilation of a model's steps, once for each kind of batch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_metrics, keras_model
 from tfpar.pipeline.loss.metrics_update import MetricsUpdate
-from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss, taken_after_stages
+from tfpar.pipeline.loss.microbatch_loss import MicrobatchLoss, last_stage_batch
 from tfpar.pipeline.stages.compiler import CompiledStages, StageCompiler
 from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction import metric_logs
 from tfpar.reduction.gradients.gradient_addition import spec_of
-from tfpar.reduction.losses_of_parts import LossReduction
+from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import not_dense
 
 
 class CompiledStep(NamedTuple):
-    """The compiled functions of a step.
+    """The compiled functions of a step on one replica.
 
     Args:
         stages: The stages.
         loss: The loss, after the last stage.
-        metrics: The update of the metrics by a micro-batch; None for none.
-        takes_whole_loss: Whether `loss` is that of the whole batch, from the outputs of all micro-batches.
-        whole_metrics: The update of the metrics that take the whole batch, on the first replica; None for none.
+        metrics: The update of the metrics by a micro-batch; None if there are none.
+        takes_whole_loss: Whether `loss` is computed from the outputs of all micro-batches together.
+        whole_metrics: The update of the metrics of the whole batch, on the first replica; None if there are none.
     """
 
     stages: CompiledStages
@@ -40,14 +40,12 @@ class CompiledStep(NamedTuple):
 
 
 class StepCompiler:
-    """Compiles the stages, the loss and the metrics of a model, once for each kind of batch.
-
-    A kind of batch is its structure, shapes and types, in training or in inference.
+    """Compiles the stages, the loss and the metrics of a model, and caches them by the specs of a batch.
 
     Args:
-        stages: The stages of a built and compiled model, its weights on the devices of their stages.
-        num_microbatches: The number of micro-batches of a global batch.
-        other_devices: The device of each stage on each further replica of the pipeline.
+        stages: Compiles the stages of a built and compiled model, whose weights are on the devices of their stages.
+        num_microbatches: Number of micro-batches in a global batch.
+        other_devices: The device of each stage, for each replica but the first.
         agree: Returns the chief's value of a JSON structure, in a job of several workers; None in one process.
     """
 
@@ -69,28 +67,26 @@ class StepCompiler:
         """Return the compiled stages.
 
         Args:
-            inputs: Inputs of the model, or tensors like them.
+            inputs: Inputs of the model, or symbolic ones.
             training: Whether the model is trained.
         """
         trainable = tuple(map(id, self.staged.model.trainable_variables))
         return self._stages.compile(_specs(inputs), trainable, self.losses.ways(training), training=training)
 
     def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[CompiledStages]:
-        """Return the compiled stages of each replica; the arguments are those of `stages`."""
+        """Return the compiled stages of each replica. The arguments are those of `stages`."""
         first = self.stages(inputs, training=training)
         return [first, *map(first.on, self.other_devices)]
 
     def compile_replicas(self, batch: Any, *, training: bool) -> list[CompiledStep]:
         """Return the compiled stages, loss and metrics of each replica.
 
-        They come from a cache if the same weights are still trainable.
-
         Args:
-            batch: A global batch, or tensors like it.
+            batch: A global batch, or a symbolic one.
             training: Whether the model is trained.
 
         Raises:
-            ValueError: If a user's own `compute_loss` meets other losses.
+            ValueError: If the model overrides `compute_loss` and has other losses.
         """
         specs = _specs(batch)
         key = self._key(specs, training)
@@ -101,22 +97,22 @@ class StepCompiler:
         return self._compiled[key]
 
     def has_compiled(self, batch: Any, *, training: bool) -> bool:
-        """Return whether the functions for a batch are in the cache; the arguments as `compile_replicas`."""
+        """Return whether `compile_replicas` has the functions for a batch in its cache."""
         return self._key(_specs(batch), training) in self._compiled
 
     def _key(self, specs: Any, training: bool) -> tuple[Any, ...]:
-        # The trained weights are fixed when a step is first traced, as in Keras.
+        # As in Keras, the first trace of a step determines the trained weights.
         return training, str(specs), bool(self.staged.model.jit_compile)
 
     def _compile(self, specs: Any, *, training: bool) -> list[CompiledStep]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
-        specs = taken_after_stages(self.staged.model, specs)
+        specs = last_stage_batch(self.staged.model, specs)
         stages, verdict = self.stages(inputs, training=training), self.losses.verdict(training)
         loss = self._compile_loss(stages, specs, verdict, training=training)
         if training:
             live = [value for value, has in zip(stages.outputs, loss.has_output_gradients, strict=True) if has]
             stages = self._stages.without_dead_ends(stages, live)
-        check_own_loss(self.staged.model, stages)
+        _check_own_loss(self.staged.model, stages)
         metrics = self._compile_metrics(stages, specs, verdict, in_place=self._agree is None)
         is_whole, whole_metrics = verdict.takes_whole_loss, self._compile_whole_metrics(stages, specs, verdict)
         compiled = [CompiledStep(stages, loss, metrics, is_whole, whole_metrics)]
@@ -137,7 +133,7 @@ class StepCompiler:
         return MetricsUpdate(self.staged, outputs, specs, devices, whole, in_place=in_place)
 
     def _compile_whole_metrics(self, stages: CompiledStages, specs: Any, verdict: Verdict) -> MetricsUpdate | None:
-        """Return the update of the metrics that take the whole batch; each worker computes all of it, in place."""
+        """Return the update of the metrics of the whole batch, which each worker computes in place."""
         whole = metric_logs.whole_metrics(self.staged.model, verdict)
         if not whole:
             return None
@@ -157,15 +153,15 @@ class StepCompiler:
         return MicrobatchLoss(model, losses, training, stages.stages[-1].devices, outputs, specs, metric_states)
 
 
-def check_own_loss(model: keras.Model, stages: CompiledStages) -> None:
-    """Refuse a user's own `compute_loss` in a model with other losses, which it would have to add.
+def _check_own_loss(model: keras.Model, stages: CompiledStages) -> None:
+    """Refuse a model that overrides `compute_loss` and has other losses, which it would have to add.
 
     Args:
         model: A compiled model.
         stages: Its compiled stages.
 
     Raises:
-        ValueError: If the model overrides `compute_loss`, and has a penalty on a weight or a layer that adds a loss.
+        ValueError: If the model overrides `compute_loss`, and has a weight regularizer or a layer that adds a loss.
     """
     penalized = [variable.path for variable in model.trainable_variables if variable.regularizer is not None]
     adds = [compiled.stage.index for compiled in stages.stages if compiled.num_losses]
@@ -179,12 +175,12 @@ def check_own_loss(model: keras.Model, stages: CompiledStages) -> None:
 
 
 def _whole(spec: ValueSpec) -> ValueSpec:
-    """Return the spec of an output of all micro-batches together."""
+    """Return the spec of an output for all micro-batches together."""
     if not isinstance(spec.whole, tf.TensorSpec):
         raise not_dense(type(spec.whole).__name__)
     return dataclasses.replace(spec, spec=spec.whole)
 
 
 def _specs(structure: Any) -> Any:
-    """Return the specs of a batch of any size."""
+    """Return the specs of a batch, with an unknown batch size."""
     return tf.nest.map_structure(lambda tensor: None if tensor is None else spec_of(tensor), structure)

@@ -1,4 +1,4 @@
-"""The loss of one batch after the last stage: micro-batch by micro-batch, or for all of them together."""
+"""The loss and metrics of one batch, micro-batch by micro-batch or for the whole batch at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfpar.pipeline.execution.row_sums import RowSums
 from tfpar.pipeline.execution.step_compiler import CompiledStep
 from tfpar.pipeline.execution.step_state import LOSS, StepVariables
 from tfpar.pipeline.loss.metrics_update import MetricsUpdate
-from tfpar.pipeline.loss.microbatch_loss import LossArguments, LossResult, taken_after_stages
+from tfpar.pipeline.loss.microbatch_loss import LossArguments, LossResult, last_stage_batch
 from tfpar.pipeline.stages.values import MaskedTensor
 
 _METRICS, _WHOLE_METRICS = Key("updated", "metrics"), Key("updated", "metrics of the whole batch")
@@ -23,20 +23,20 @@ _METRIC_STATES, _LOSS = Key("metric states", LOSS), Key("loss", LOSS)
 
 
 class StepLoss:
-    """The loss of a batch, computed micro-batch by micro-batch, or once for all of them, and the update of the metrics.
+    """The loss and metrics of a batch, computed for each micro-batch or for the whole batch at once.
 
     Args:
         step: The compiled functions of the step.
-        variables: The weights and states of the step, and the tensors that it holds.
+        variables: The weights, states and live tensors of the step.
         divisors: The divisors of the losses over the batch, float64 `[divisors]`.
-        scale: The gradient of one unit of loss, a scalar in Keras' float type.
-        updates_metrics: Whether the outputs update the metrics.
-        adds_metrics: Whether the states of metrics begin at zero, to be added to those of the first replica.
+        scale: The gradient with respect to the loss, a scalar in Keras' float type.
+        updates_metrics: Whether to update the metrics.
+        adds_metrics: Whether metric states start at zero, to be added to those of the first replica.
 
     Attributes:
-        compiled: The loss of a micro-batch.
-        takes_whole: Whether the loss takes the whole batch.
-        takes_outputs: Whether the loss or a metric does.
+        compiled: The compiled loss.
+        takes_whole: Whether the loss is computed for the whole batch at once.
+        takes_outputs: Whether the loss or a metric is.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StepLoss:
         adds_metrics: bool = False,
     ) -> None:
         self.compiled, self._variables, self._live = step.loss, variables, variables.live
-        with tf.device(self.compiled.device):  # or a loop would send them there in every iteration
+        with tf.device(self.compiled.device):  # otherwise a loop sends them in every iteration
             self._divisors, self._scale = tf.identity(divisors), tf.identity(scale)
         self._metrics = step.metrics if updates_metrics else None
         self._whole_metrics = step.whole_metrics if updates_metrics else None
@@ -64,16 +64,16 @@ class StepLoss:
     def add(
         self, number: int, index: tf.Tensor, microbatch: Microbatch, outputs: Sequence[MaskedTensor]
     ) -> LossResult | None:
-        """Add the loss of a micro-batch to that of the batch, with the states that it changes, and update the metrics.
+        """Add the loss of a micro-batch, and update the metrics.
 
         Args:
             number: The index of the micro-batch on its replica.
-            index: The index in the global batch, an int64 scalar.
+            index: Its index in the global batch, an int64 scalar.
             microbatch: The micro-batch.
-            outputs: The flat outputs of the model for it.
+            outputs: The flat outputs of the model.
 
         Returns:
-            The loss of the micro-batch; None where the loss takes the whole batch.
+            The loss of the micro-batch; None if the loss takes the whole batch.
         """
         result = None if self.takes_whole else self._add(number, index, microbatch, outputs)
         if self._metrics is not None:
@@ -81,12 +81,12 @@ class StepLoss:
         return result
 
     def add_whole(self, batch: Microbatch, outputs: Sequence[MaskedTensor], *, counts: bool) -> Sequence[Any]:
-        """Compute the loss and update the metrics that take the whole batch; return the gradients of the outputs.
+        """Compute the loss and metrics that take the whole batch; return the gradients of the outputs.
 
         Args:
-            batch: All examples of the global batch as one micro-batch.
-            outputs: The flat outputs of the model for them.
-            counts: Whether this worker counts the value; all have the gradients.
+            batch: The global batch as one micro-batch.
+            outputs: The flat outputs of the model.
+            counts: Whether this worker counts the value. All workers use the gradients.
         """
         gradients: Sequence[Any] = []
         if self.takes_whole:
@@ -109,7 +109,7 @@ class StepLoss:
         states = self._live.get(_METRIC_STATES, self._initial)
         result = self.compiled(
             LossArguments(
-                taken_after_stages(self.compiled.model, microbatch.batch),
+                last_stage_batch(self.compiled.model, microbatch.batch),
                 outputs=[output.tensor for output in outputs],
                 masks=[output.mask for output in outputs],
                 metric_states=states,
@@ -131,16 +131,16 @@ class StepLoss:
             for new, old in zip(result.metric_states, states, strict=True)
         ]
         self._live.add(_LOSS, result.value)
-        for output, value in enumerate(result.of_outputs):
+        for output, value in enumerate(result.output_losses):
             self._live.add(Key("loss of an output", output), value)
         self._add_gradients(result.weight_gradients)
-        self._variables.note_loss(number, result.layer_states, microbatch)
+        self._variables.record_loss(number, result.layer_states, microbatch)
         return result
 
     def value(self) -> tf.Tensor:
-        """Return the loss of the batch without added losses, a scalar; it is computed after metrics are assigned.
+        """Return the loss of the batch without added losses, a scalar.
 
-        TensorFlow prunes the updates unless a result depends on theirs, which is zero.
+        It depends on the updates of metrics, whose results are zeros, because TensorFlow would prune them otherwise.
         """
         with tf.device(self.compiled.device):
             value: tf.Tensor = self._live.get(_LOSS, tf.zeros([], keras.config.floatx()))
@@ -148,19 +148,19 @@ class StepLoss:
                 value += tf.cast(zero, value.dtype)
             return value
 
-    def of_outputs(self) -> list[tf.Tensor]:
-        """Return the losses of single outputs, where Keras logs them, scalars."""
-        return [self._live[key] for key in self._live.of_role("loss of an output")]
+    def output_losses(self) -> list[tf.Tensor]:
+        """Return the loss of each output, if Keras logs them, scalars."""
+        return [self._live[key] for key in self._live.keys("loss of an output")]
 
     def new_states(self) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables of metrics that change, with their values after the batch; not those that are added."""
+        """Return the metric variables that this replica assigns, with their values after the batch."""
         own = self.compiled.updated_metrics(self._live.get(_METRIC_STATES, self._initial))
         if self._metrics is None or self._metrics.is_added:
             return own
         return [*own, *self._metrics.updated(self._live[_METRICS])]
 
     def metrics_to_add(self) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables of metrics, with the sums to add to those of the first replica."""
+        """Return the metric variables to which replicas add, with the sums to add."""
         if self._metrics is None or not self._metrics.is_added:
             return []
         return self._metrics.updated(self._live[_METRICS])
@@ -168,7 +168,7 @@ class StepLoss:
     def sums(self) -> list[Any]:
         """Return the gradients of the weights that the loss itself reads, summed over micro-batches.
 
-        Each is a tensor, a tuple with the rows of each lookup, or None. There are none where the first replica computes
+        Each is a tensor, a tuple with the rows of each lookup, or None. The result is empty if another replica computes
         the loss of the whole batch.
         """
         if _LOSS not in self._live:
@@ -186,15 +186,15 @@ class StepLoss:
     def _update_metrics(
         self, metrics: MetricsUpdate, key: Key, microbatch: Microbatch, outputs: Sequence[MaskedTensor]
     ) -> None:
-        """Update metrics after their update by the micro-batch before."""
+        """Update metrics, after the update by the previous micro-batch."""
         tensors, masks = [output.tensor for output in outputs], [output.mask for output in outputs]
         with tf.control_dependencies(None):
             before = self._live.get(key) or metrics.initial()
-            batch = taken_after_stages(self.compiled.model, microbatch.batch)
-            self._live[key] = metrics(before, microbatch.num_counted, microbatch.part, batch, tensors, masks)
+            batch = last_stage_batch(self.compiled.model, microbatch.batch)
+            self._live[key] = metrics(before, microbatch.num_counted, microbatch.fraction, batch, tensors, masks)
 
     def _updated(self) -> list[tf.Tensor]:
-        """Return zeros that are computed after all updates of metrics."""
+        """Return zero tensors that depend on the updates of metrics, so that TensorFlow does not prune these."""
         updates = (_METRICS, self._metrics), (_WHOLE_METRICS, self._whole_metrics)
         in_place = [key for key, metrics in updates if metrics is not None and not metrics.variables]
         return [zero for key in in_place for zero in self._live.get(key, [])]

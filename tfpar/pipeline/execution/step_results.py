@@ -1,4 +1,4 @@
-"""The results of a step that outlive it: penalties on weights, new states, tracked losses and metrics."""
+"""The end of a step: penalties on weights, assignments of new states, updates of tracked losses and metrics."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat.models import keras_metrics
-from tfpar._compat.variables.sharded_memory import lasting_pieces
+from tfpar._compat.variables.sharded_memory import shards_of
 from tfpar.placement.weight_devices import follow_data
 from tfpar.reduction.gradients.gradient_addition import plus
 
 
 def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:
-    """Return the penalties on a model's weights, and add their gradients to those of the other losses.
+    """Return the penalties of weight regularizers, and add their gradients to the others.
 
     Args:
         model: A built model.
         gradients: The gradient of each trainable weight by the weight's `id`; changed in place.
-        scale: The gradient of one unit of loss, a scalar.
+        scale: The gradient with respect to the loss, a scalar.
 
     Returns:
-        A scalar for each weight with a regularizer, of a divided weight for each shard: the penalty is then a sum over
-        the elements.
+        A scalar for each weight with a regularizer, or for each of its shards.
     """
     penalties = []
     penalized = [weight for weight in model.trainable_variables if weight.regularizer is not None]
-    for variable in [shard for weight in penalized for shard in lasting_pieces(weight)]:
+    for variable in [shard for weight in penalized for shard in shards_of(weight)]:
         with tf.device(variable.value.device), tf.GradientTape() as tape:
             weight = variable.value.read_value()
             tape.watch(weight)
@@ -42,11 +41,11 @@ def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tenso
 
 
 def assign_states(new_states: Sequence[tuple[keras.Variable, tf.Tensor]], after: Sequence[tf.Tensor]) -> None:
-    """Assign the new values of states once all that reads the old values has run.
+    """Assign new values to states, after all operations that read the old values.
 
     Args:
         new_states: Each state with its new value.
-        after: Tensors whose computation comes first.
+        after: Tensors to compute first.
     """
     with tf.control_dependencies([tf.group(*after)]), follow_data():
         for variable, value in new_states:
@@ -54,11 +53,11 @@ def assign_states(new_states: Sequence[tuple[keras.Variable, tf.Tensor]], after:
 
 
 def add_to_metrics(sums: Sequence[tuple[keras.Variable, tf.Tensor]], after: Sequence[tf.Tensor]) -> None:
-    """Add sums to the variables of metrics.
+    """Add sums to metric variables. Call this after all assignments of the variables.
 
     Args:
         sums: Each variable with a sum.
-        after: Tensors whose computation comes first. Assignments of the variables come before this call.
+        after: Tensors to compute first.
     """
     with tf.control_dependencies([tf.group(*after)]), follow_data():
         for variable, value in sums:
@@ -66,21 +65,21 @@ def add_to_metrics(sums: Sequence[tuple[keras.Variable, tf.Tensor]], after: Sequ
 
 
 def update_loss_trackers(
-    model: keras.Model, batch: Any, loss: tf.Tensor, num_examples: tf.Tensor, of_outputs: Sequence[tf.Tensor]
+    model: keras.Model, batch: Any, loss: tf.Tensor, num_examples: tf.Tensor, output_losses: Sequence[tf.Tensor]
 ) -> None:
-    """Update the metric of the loss, and those of single outputs' losses where Keras logs them.
+    """Update the loss tracker, and those of the losses of outputs if Keras logs them.
 
     Args:
         model: A compiled model.
         batch: The global batch.
         loss: Its loss, a scalar.
         num_examples: Its size, an int64 scalar.
-        of_outputs: The losses of single outputs, scalars.
+        output_losses: The loss of each output, scalars.
     """
-    # Keras weights the loss of an output by the size of the batch where that is fixed, and else by one.
+    # Keras weights the loss of an output by the batch size if that is static, and otherwise by one.
     fixed_size = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None).shape[0]
     tracker = keras_metrics.loss_tracker(model)
     with tf.device(tracker.variables[0].value.device):
         tracker.update_state(loss, sample_weight=num_examples)
-        for of_output, value in zip(keras_metrics.trackers_of_losses(model), of_outputs, strict=True):
+        for of_output, value in zip(keras_metrics.trackers_of_losses(model), output_losses, strict=True):
             of_output.update_state(value, sample_weight=fixed_size)

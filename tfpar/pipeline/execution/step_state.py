@@ -1,4 +1,4 @@
-"""The weights and states of all stages in one step, and the new values of the states."""
+"""The weights and states of all stages in one step, and their new values."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Owner = int | str  # the index of a stage, or LOSS
 class StepVariables:
     """The weights and states of all stages in one step.
 
-    Every weight and state (a moving average, a random seed) is read once: each micro-batch starts with its value before
-    the step. Sharded weights are read for each action. Where several stages use a layer, each starts with the value of
-    its state after the stage before.
+    Weights and states (moving averages, random seeds) are read once: each micro-batch starts with the values before the
+    step. Sharded weights are read for each action. If several stages use a layer, its state passes from one to the
+    next.
 
     Args:
         stages: The compiled stages.
-        loss_states: The states that the loss, after the last stage, reads and changes.
+        loss_states: The states that the loss reads and changes.
         loss_parameters: The weights that the loss reads.
 
     Attributes:
-        live: The tensors that the step holds between two actions.
+        live: The live tensors of the step.
         last_reads: The last reads of the sharded weights of each stage, by its index.
     """
 
@@ -48,7 +48,7 @@ class StepVariables:
         self.last_reads: dict[int, list[tf.Operation]] = {}
         self._loss_device = stages[-1].device
         self._weights = {
-            index: stage.bundle_parameters(self._values(stage.parameters, stage.parameter_places))
+            index: stage.bundle_parameters(self._values(stage.parameters, stage.parameter_devices))
             for index, stage in enumerate(stages)
             if not stage.shards_weights
         }
@@ -66,15 +66,15 @@ class StepVariables:
         """Return the values of the weights of a stage on its device.
 
         Args:
-            stage: The stage.
-            after: Tensors after which sharded weights are sent to the device.
+            stage: Index of the stage.
+            after: Tensors to compute before sharded weights are gathered.
         """
         if stage in self._weights:
             return self._weights[stage]
         compiled, reads = self._stages[stage], list[tf.Tensor]()
         with tf.control_dependencies(None), tf.control_dependencies(after):
             for weight in compiled.parameters:
-                with tf.device(weight.value.device):  # a read of its own: TensorFlow may merge copies of one read
+                with tf.device(weight.value.device):  # a separate read, because TensorFlow may merge copies of one
                     reads.append(tf.raw_ops.ReadVariableOp(resource=weight.value.handle, dtype=weight.value.dtype))
             with tf.device(compiled.device):
                 copies = compiled.bundle_parameters(list(map(tf.identity, reads)))
@@ -93,8 +93,8 @@ class StepVariables:
         """Return the values of the states that the loss reads in a micro-batch, after the last stage."""
         return self._now(self._loss_states, self._loss_values, number, self._loss_device)
 
-    def note(self, stage: int, number: int, new: Bundle, microbatch: Microbatch) -> None:
-        """Note the new values of the states that a stage changes in a micro-batch."""
+    def record(self, stage: int, number: int, new: Bundle, microbatch: Microbatch) -> None:
+        """Record the new values of the states that a stage changes in a micro-batch."""
         compiled = self._stages[stage]
         if any(id(state) in self._shared for state in compiled.changed_states):
             specs = [tf.TensorSpec(state.shape, state.dtype) for state in compiled.changed_states]
@@ -102,23 +102,23 @@ class StepVariables:
         if stage in self._changes:
             self._changes[stage].add(self.live, new, microbatch)
 
-    def note_loss(self, number: int, new: Sequence[tf.Tensor], microbatch: Microbatch) -> None:
-        """Note the new values of the states that the loss changes in a micro-batch."""
+    def record_loss(self, number: int, new: Sequence[tf.Tensor], microbatch: Microbatch) -> None:
+        """Record the new values of the states that the loss changes in a micro-batch."""
         if LOSS in self._changes:
             self._changes[LOSS].add(self.live, self._stages[-1].bundle(new), microbatch)
 
     def end_forward(self, number: int) -> None:
-        """Hold the states of a micro-batch no longer, after its forward pass and loss."""
-        for key in self.live.of_role("state"):
+        """Remove the states of a micro-batch after its forward pass and loss."""
+        for key in self.live.keys("state"):
             if key.microbatch == number:
                 self.live.take(key)
 
     def changes(self) -> list[Change]:
-        """Return the changes of states in the step, after the last action."""
+        """Return the changes of states, after the last action of the step."""
         return [change for changes in self._changes.values() for change in changes.results(self.live)]
 
     def _values(self, variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[tf.Tensor]:
-        """Return the values of variables before the step, each on a device."""
+        """Return the value of each variable before the step, on the given device."""
         values = []
         for variable, device in zip(variables, devices, strict=True):
             if id(variable) not in self._read:
@@ -129,7 +129,7 @@ class StepVariables:
         return values
 
     def _now(self, states: Sequence[Any], before: Sequence[tf.Tensor], number: int, device: str) -> list[tf.Tensor]:
-        """Return the values of states in a micro-batch, as an earlier stage changed them."""
+        """Return the values of states in a micro-batch, including changes by earlier stages."""
         with tf.device(device):
             return [
                 tf.identity(self.live.get(Key("state", id(state), number), value))
@@ -142,7 +142,7 @@ class StepVariables:
                 self.live[Key("state", id(state), number)] = value
 
     def _find_changes(self) -> dict[Owner, StateChanges]:
-        """Return the changes of states by the stage that is the last to change each in a micro-batch."""
+        """Assign each state to the stage that is the last to change it in a micro-batch."""
         changed: dict[Owner, Sequence[Any]] = {i: stage.changed_states for i, stage in enumerate(self._stages)}
         changed[LOSS] = self._loss_states
         last = {id(state): owner for owner, states in changed.items() for state in states}

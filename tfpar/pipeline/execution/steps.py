@@ -1,4 +1,4 @@
-"""The train, evaluate and predict step of a model in stages, as TensorFlow graphs."""
+"""The train, evaluate and predict steps of a pipeline, as TensorFlow graphs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat.graphs import tf_function
-from tfpar._compat.optimizers import keras_optimizer
-from tfpar._compat.variables.sharded_memory import lasting_pieces
-from tfpar.pipeline.execution.batch_execution import StepContext, named
+from tfpar._compat.variables.sharded_memory import shards_of
+from tfpar.pipeline.execution.batch_execution import StepContext, replica_scope
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
-from tfpar.pipeline.execution.other_workers import LocalPart, Peers
+from tfpar.pipeline.execution.other_workers import BatchSizes, Peers
 from tfpar.pipeline.execution.schedule_executor import Execution
-from tfpar.pipeline.execution.state_changes import added_changes, values_after
+from tfpar.pipeline.execution.state_changes import new_values, sum_changes
 from tfpar.pipeline.execution.step_compiler import CompiledStep, StepCompiler
 from tfpar.pipeline.execution.step_loss import StepLoss
 from tfpar.pipeline.execution.step_results import add_penalties, add_to_metrics, assign_states, update_loss_trackers
@@ -35,52 +34,48 @@ Apply = Callable[[Sequence[Any], Sequence[keras.Variable]], None]
 
 
 class PipelineSteps:
-    """The steps of one model in stages, until the model is compiled again.
+    """The steps of one compiled model in stages.
 
     Args:
         compiler: Compiles the stages, the loss and the metrics of the model.
         schedule: The order of actions of a train step in this process.
         peers: The other workers of a job; None for none.
-        apply: Runs the optimizer in a step, with gradients and their weights, of a divided weight its shards; None for
-            all of it in this process.
+        apply: Runs the optimizer on gradients and their weights, of a sharded weight on its shards.
     """
 
-    def __init__(
-        self, compiler: StepCompiler, schedule: Schedule, peers: Peers | None = None, apply: Apply | None = None
-    ) -> None:
-        self.compiler, self._peers = compiler, peers
-        self._apply = self._apply_all if apply is None else apply
+    def __init__(self, compiler: StepCompiler, schedule: Schedule, peers: Peers | None, apply: Apply) -> None:
+        self.compiler, self._peers, self._apply = compiler, peers, apply
         self._schedule, self._staged = schedule, compiler.staged
-        self._of_one_replica = schedule.of_one_replica
+        self._replica_schedule = schedule.first_replica
         self._model, self._last_device = compiler.staged.model, compiler.staged.devices[-1]
         with tf.device("CPU:0"):
             self._usual_sizes = {training: tf.Variable(0, dtype=tf.int64) for training in (True, False)}
 
     @property
     def schedule(self) -> Schedule:
-        """The order of the actions of a train step: forward passes first, where a loss takes the whole batch."""
+        """The order of actions of a train step: forward passes first, if the loss takes the whole batch."""
         takes_whole = self.compiler.losses.verdict(training=True).takes_whole_loss
         return self._schedule.forward_first() if takes_whole else self._schedule
 
     def keep_first(self, batch: Any, training: bool) -> None:
-        """Keep the size of the micro-batches of the first batch for later ones.
+        """Set the size of the micro-batches of the first batch as the usual size, to which later ones are padded.
 
         Args:
             batch: The first global batch of the data.
-            training: Whether train steps follow, or evaluate or predict steps.
+            training: Whether the following steps are train steps.
         """
         self._usual_sizes[training].assign(-(-data.num_rows(batch) // self._schedule.num_microbatches))
 
     @functools.cached_property
-    def _takers(self) -> list[list[tuple[Value, str]]]:
-        """The inputs of the graph, each with the devices that take it, for each replica."""
-        graph, takers = self._staged.graph, list[list[tuple[Value, str]]]()
+    def _readers(self) -> list[list[tuple[Value, str]]]:
+        """The pairs of a graph input and a device that reads it, for each replica."""
+        graph, readers = self._staged.graph, list[list[tuple[Value, str]]]()
         for devices in self._devices:
             stages = zip(self._staged.stages, devices, strict=True)
             pairs = [(value, device) for stage, device in stages for value in stage.inputs]
             pairs += [(value, devices[-1]) for value in keras.tree.flatten(graph.outputs)]
-            takers.append(list(dict.fromkeys(pair for pair in pairs if pair[0] in graph.inputs)))
-        return takers
+            readers.append(list(dict.fromkeys(pair for pair in pairs if pair[0] in graph.inputs)))
+        return readers
 
     @property
     def _devices(self) -> list[Sequence[str]]:
@@ -88,11 +83,11 @@ class PipelineSteps:
         return [self._staged.devices, *self.compiler.other_devices]
 
     def staged(self, batch: Any, num_counted: tf.Tensor | None = None) -> tuple[StagedBatch, list[str]]:
-        """Return a batch with what the devices of each replica read, on the host, and the device of each flat tensor.
+        """Return a batch with the share of each replica, on the host, and the device that reads each flat tensor.
 
         Args:
             batch: A global batch, or the local batch of this worker.
-            num_counted: The number of examples with weight 1 of a local batch, an int64 scalar; None for all.
+            num_counted: The number of examples of a local batch that count, an int64 scalar. Defaults to all.
         """
         inputs, *others = _plain(batch)
         with tf.device(HOST):
@@ -101,75 +96,65 @@ class PipelineSteps:
         devices = [HOST for _ in tf.nest.flatten(inputs)]
         is_whole = len(staged.shares) == 1
         devices += [self._last_device if is_whole else HOST for _ in tf.nest.flatten(others)]
-        for share, takers, of_replica in zip(staged.shares, self._takers, self._devices, strict=True):
-            devices += [HOST, *(device for _, device in takers)]
-            devices += [of_replica[-1] for _ in tf.nest.flatten(share.others)]
+        for share, readers, stage_devices in zip(staged.shares, self._readers, self._devices, strict=True):
+            devices += [HOST, *(device for _, device in readers)]
+            devices += [stage_devices[-1] for _ in tf.nest.flatten(share.others)]
         return staged, devices
 
     def _shares(
         self, inputs: Any, others: Sequence[Any], values: Mapping[Value, Any], num_counted: tf.Tensor | None
     ) -> list[Share]:
-        of_replicas = [[values[value] for value, _ in takers] for takers in self._takers]
-        if len(of_replicas) == 1:
-            return [Share(None, of_replicas[0], None)]
-        part = None if num_counted is None else LocalPart(num_counted, num_counted)
-        whole = Microbatches((inputs, *others), self._schedule.num_microbatches, part=part)
+        replica_values = [[values[value] for value, _ in readers] for readers in self._readers]
+        if len(replica_values) == 1:
+            return [Share(None, replica_values[0], None)]
+        sizes = None if num_counted is None else BatchSizes(num_counted, num_counted)
+        whole = Microbatches((inputs, *others), self._schedule.num_microbatches, sizes=sizes)
         numbers = [range(first, first + self._schedule.microbatches_per_replica) for first in self._first_microbatches]
-        return [whole.share(*of_replica, others) for of_replica in zip(numbers, of_replicas, strict=True)]
+        return [whole.share(*replica, others) for replica in zip(numbers, replica_values, strict=True)]
 
-    def train_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
-        """Add one optimizer update to the graph; return the loss of the global batch, a scalar.
+    def train_step(self, batch: Any, sizes: BatchSizes | None = None) -> tf.Tensor:
+        """Add a train step to the graph; return the loss of the global batch, a scalar.
 
         Args:
-            batch: A global batch, or the local batch of this worker; or what `staged` returns, with its tensors on
-                their devices.
-            part: The part of the global batch that the local batch is.
+            batch: A global batch, the local batch of this worker, or a `StagedBatch` with its tensors on their devices.
+            sizes: The sizes of the local and the global batch, if they differ.
         """
         scale = self._loss_scale()
-        context = self._begin(batch, scale, part, training=True)
-        context.run(self._of_one_replica.in_order())
+        context = self._begin(batch, scale, sizes, training=True)
+        context.run(self._replica_schedule.in_order())
         gradients = context.gradients()
         loss = self._finish(_plain(batch), context, add_penalties(self._model, gradients, scale))
-        # Updates come after all operations that read weights.
+        # The update comes after all operations that read weights.
         with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
-            weights = [shard for weight in self._model.trainable_variables for shard in lasting_pieces(weight)]
+            weights = [shard for weight in self._model.trainable_variables for shard in shards_of(weight)]
             if weights:  # without any gradient, the optimizer raises
                 self._apply([after.get(id(weight)) for weight in weights], weights)
         return loss
 
-    def _apply_all(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:
-        with keras_optimizer.one_device_optimizer():
-            keras_optimizer.apply(self._model.optimizer, gradients, weights)
-
-    def evaluate_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
-        """Add the loss and metrics of a batch to the graph; return the loss, a scalar.
-
-        Args:
-            batch: As for `train_step`.
-            part: As for `train_step`.
-        """
+    def evaluate_step(self, batch: Any, sizes: BatchSizes | None = None) -> tf.Tensor:
+        """Add an evaluate step to the graph; return the loss, a scalar. The arguments are those of `train_step`."""
         scale = tf.ones((), keras.config.floatx())
-        context = self._begin(batch, scale, part, training=False)
+        context = self._begin(batch, scale, sizes, training=False)
         context.run(self._forward_actions())
         return self._finish(_plain(batch), context, add_penalties(self._model, {}, scale))
 
-    def predict_step(self, inputs: Any, part: LocalPart | None = None) -> Any:
-        """Add the forward pass of a batch to the graph; return the model's outputs for it, `[batch, ...]` each.
+    def predict_step(self, inputs: Any, sizes: BatchSizes | None = None) -> Any:
+        """Add a predict step to the graph; return the model's outputs, `[batch, ...]` each.
 
         Args:
-            inputs: The inputs of the model, for a global batch or for the local batch of this worker.
-            part: As for `train_step`.
+            inputs: The inputs of the model, of a global batch or of the local batch of this worker.
+            sizes: As for `train_step`.
         """
-        compiled, executions = self._forward_passes(inputs, part)
+        compiled, executions = self._forward_passes(inputs, sizes)
         for execution in executions:
             execution.run(segments(self._forward_actions()))
-        changes = added_changes([execution.variables.changes() for execution in executions])
-        assign_states(values_after(changes), [end for execution in executions for end in execution.ends])
+        changes = sum_changes([execution.variables.changes() for execution in executions])
+        assign_states(new_values(changes), [end for execution in executions for end in execution.ends])
         collected = [outputs for execution in executions for outputs in execution.outputs()]
-        tensors = [[output.tensor for output in outputs] for outputs in collected]
+        microbatches = [[output.tensor for output in outputs] for outputs in collected]
         with tf.device(self._last_device):
-            whole = [data.join_batches(list(of_output)) for of_output in zip(*tensors, strict=True)]
+            whole = [data.join_batches(list(tensors)) for tensors in zip(*microbatches, strict=True)]
         if self._peers is not None:
             whole = self._peers.all_gather(whole, self._last_device)
         with tf.device(self._last_device):
@@ -177,72 +162,73 @@ class PipelineSteps:
             received = [spec.received(tensor, None) for spec, tensor in zip(specs, whole, strict=True)]
         return self._staged.packed_outputs(received)
 
-    def _forward_passes(self, inputs: Any, part: LocalPart | None) -> tuple[CompiledStages, list[Execution]]:
+    def _forward_passes(self, inputs: Any, sizes: BatchSizes | None) -> tuple[CompiledStages, list[Execution]]:
         """Return the stages of the first replica for a prediction, and the execution of each replica."""
         with tf_function.outside_of_functions():
             stages = self.compiler.stages_of_replicas(inputs, training=False)
-        microbatches, scale = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
-        replicas = zip(stages, microbatches, self._first_microbatches, strict=True)
+        cuts, scale = self._cut((inputs,), sizes, training=False), tf.ones((), keras.config.floatx())
         return stages[0], [
-            Execution(compiled, StepVariables(compiled.stages), of_replica, scale, first_microbatch=first)
-            for compiled, of_replica, first in replicas
+            Execution(compiled, StepVariables(compiled.stages), microbatches, scale, first_microbatch=first)
+            for compiled, microbatches, first in zip(stages, cuts, self._first_microbatches, strict=True)
         ]
 
-    def run_again(self, batch: Any, part: LocalPart | None, kind: str) -> None:
-        """Run the actions of a failed step one after another, without the other workers, until an operation fails.
+    def run_again(self, batch: Any, sizes: BatchSizes | None, kind: str) -> None:
+        """Repeat the actions of a failed step one by one, on this worker only, until an operation fails.
 
-        No weight changes: a step assigns them at its end. Metrics may count the batch once more.
+        Weights do not change, because a step assigns them at its end. Metrics may count the batch again.
 
         Args:
-            batch: The batch of the step; of `predict` the inputs alone.
-            part: The part of the global batch that it is.
+            batch: The batch of the step; for "predict" the inputs only.
+            sizes: As for `train_step`.
             kind: "train", "evaluate" or "predict".
         """
         training = kind == "train"
-        actions = self._of_one_replica.in_order() if training else self._forward_actions()
+        actions = self._replica_schedule.in_order() if training else self._forward_actions()
         if kind == "predict":
-            for execution in self._forward_passes(batch, part)[1]:
+            for execution in self._forward_passes(batch, sizes)[1]:
                 execution.run([Segment(tuple(actions))])
         elif self._peers is None or self.compiler.has_compiled(batch, training=training):  # workers compile together
             scale = self._loss_scale() if training else tf.ones((), keras.config.floatx())
-            self._begin(batch, scale, part, training=training, alone=True).run(actions, loops=False)
+            self._begin(batch, scale, sizes, training=training, alone=True).run(actions, loops=False)
 
     def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Add the actions of a schedule on a batch to the graph, without an update, and measure when each runs.
+        """Add the actions of a schedule to the graph, without an update, and measure when each runs.
 
         Args:
             batch: A global batch.
-            schedule: With as many replicas as that of the steps, and at most as many micro-batches.
+            schedule: A schedule with as many replicas as the steps have, and at most as many micro-batches.
 
         Returns:
             The begin and end of each action of `schedule.in_order()`, in seconds of TensorFlow's clock, float64
-            `[actions, 2]`; and the gradients, without which TensorFlow would prune the backward pass.
+            `[actions, 2]`; and the gradients, because TensorFlow would prune unused ones.
         """
         context = self._begin(batch, self._loss_scale(), None, training=True, timed=True)
-        context.run(schedule.of_one_replica.in_order(), loops=False)
+        context.run(schedule.first_replica.in_order(), loops=False)
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
         moments = {}
-        for number, execution in enumerate(context.executions):
-            first = number * schedule.microbatches_per_replica
+        for replica, execution in enumerate(context.executions):
+            first = replica * schedule.microbatches_per_replica
             for (kind, stage, microbatch), begin, end in execution.moments:
                 moments[Action(kind, stage, first + microbatch)] = [begin, end]
         return tf.stack([tf.stack(moments[action]) for action in schedule.in_order()]), sums
 
-    def _cut(self, batch: Any, part: LocalPart | None, *, training: bool) -> list[Microbatches]:
-        """Return the micro-batches of a batch, as each replica reads them."""
+    def _cut(self, batch: Any, sizes: BatchSizes | None, *, training: bool) -> list[Microbatches]:
+        """Cut a batch into micro-batches; return them as each replica reads them."""
         with tf.device("CPU:0"):
             usual_size = self._usual_sizes[training].read_value()
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
         plain = _plain(batch)
-        microbatches = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
+        microbatches = Microbatches(plain, count, usual_size, sizes, first_number, self._hosts)
         if isinstance(batch, StagedBatch):
-            rows = zip(batch.shares, self._takers, self._devices, strict=True)
-            return [microbatches.reading(share, takers, devices[-1]) for share, takers, devices in rows]
+            replicas = zip(batch.shares, self._readers, self._devices, strict=True)
+            return [microbatches.for_replica(share, readers, devices[-1]) for share, readers, devices in replicas]
         with tf.device(HOST):
             values = self._staged.flat_inputs(plain[0])
-        whole = (Share(None, [values[value] for value, _ in takers], None) for takers in self._takers)
-        return [microbatches.reading(share, takers, None) for share, takers in zip(whole, self._takers, strict=True)]
+        return [
+            microbatches.for_replica(Share(None, [values[value] for value, _ in readers], None), readers, None)
+            for readers in self._readers
+        ]
 
     def _loss_scale(self) -> tf.Tensor:
         with tf.device(self._last_device):
@@ -253,14 +239,14 @@ class PipelineSteps:
         self,
         batch: Any,
         scale: tf.Tensor,
-        part: LocalPart | None,
+        sizes: BatchSizes | None,
         *,
         training: bool,
         timed: bool = False,
         alone: bool = False,
     ) -> StepContext:
-        """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
-        of_replicas, peers = self._cut(batch, part, training=training), None if timed or alone else self._peers
+        """Split a batch into micro-batches and prepare their execution. Timed executions do not update metrics."""
+        microbatches, peers = self._cut(batch, sizes, training=training), None if timed or alone else self._peers
         batch = _plain(batch)
         with tf_function.outside_of_functions():
             steps = self.compiler.compile_replicas(batch, training=training)
@@ -268,18 +254,18 @@ class PipelineSteps:
         if steps[0].loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
             local = steps[0].loss.divisors(batch, data.num_rows(batch), call)
-            divisors = _over_workers(local, of_replicas[0], peers)
+            divisors = _sum_over_workers(local, microbatches[0], peers)
         sums = None if timed else self._sums_in_call(batch, training)
-        sums = None if sums is None else _over_workers(sums, of_replicas[0], peers)
+        sums = None if sums is None else _sum_over_workers(sums, microbatches[0], peers)
         factors = self._added_factors(steps[0], training)
 
         def begin(replica: int, step: CompiledStep, first_microbatch: int) -> tuple[Execution, StepLoss]:
-            with named(replica):
+            with replica_scope(replica):
                 variables = StepVariables(step.stages.stages, step.loss.layer_states, step.loss.parameters)
                 adds = replica > 0 or self._peers is not None
                 loss = StepLoss(step, variables, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
                 execution = Execution(
-                    step.stages, variables, of_replicas[replica], scale, factors, loss, sums,
+                    step.stages, variables, microbatches[replica], scale, factors, loss, sums,
                     first_microbatch=first_microbatch, timed=timed,
                 )  # fmt: skip
             return execution, loss
@@ -300,9 +286,9 @@ class PipelineSteps:
         return factors
 
     def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
-        """Return the sums and weights of the whole batch that losses computed by layers need.
+        """Return the sums and weights over the whole batch of losses that layers compute, if they need them.
 
-        TensorFlow prunes all operations of the model that they do not depend on.
+        This calls the model on the batch, but TensorFlow prunes the operations that the sums do not depend on.
         """
         ways, sums = self.compiler.losses.ways(training), list[tf.Tensor]()
         if not needs_pass(ways):
@@ -313,12 +299,12 @@ class PipelineSteps:
         return tf.stack(sums)
 
     def _finish(self, batch: Any, context: StepContext, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the loss of the batch; assign new states and update the tracked losses."""
+        """Assign new states and update the tracked losses; return the loss of the batch."""
         with tf.device(self._last_device):
-            loss, of_outputs, new_states, metrics = context.results(penalties)
+            loss, output_losses, new_states, metrics = context.results(penalties)
         assign_states(new_states, [*context.ends, loss])
         add_to_metrics(metrics, [*context.ends, loss])
-        update_loss_trackers(self._model, batch, loss, context.num_examples, of_outputs)
+        update_loss_trackers(self._model, batch, loss, context.num_examples, output_losses)
         return loss
 
     @property
@@ -329,7 +315,7 @@ class PipelineSteps:
     @functools.cached_property
     def _hosts(self) -> set[str]:
         """The hosts of the processes that run stages."""
-        return {host_of(device) for of_one in self._devices for device in of_one}
+        return {host_of(device) for devices in self._devices for device in devices}
 
     def _forward_actions(self) -> list[Action]:
         stages, microbatches = range(self._schedule.num_stages), range(self._schedule.microbatches_per_replica)
@@ -337,13 +323,13 @@ class PipelineSteps:
 
 
 def _plain(batch: Any) -> tuple[Any, ...]:
-    """Return a batch as a tuple; an element of a dataset may be the inputs alone, as in Keras."""
+    """Return a batch as a tuple. As in Keras, an element of a dataset may be just the inputs."""
     plain = batch.batch if isinstance(batch, StagedBatch) else batch
     return plain if isinstance(plain, tuple) else (plain,)
 
 
-def _over_workers(sums: tf.Tensor, microbatches: Microbatches, peers: Peers | None) -> tf.Tensor:
-    """Return sums over the local batch as those over the global batch."""
+def _sum_over_workers(sums: tf.Tensor, microbatches: Microbatches, peers: Peers | None) -> tf.Tensor:
+    """Sum over the local batches of all workers, except empty ones."""
     if peers is None:
         return sums
     counts = tf.cast(microbatches.num_counted > 0, sums.dtype)

@@ -1,1 +1,1 @@
-"""Keras models as graphs of layer calls."""
+"""A Keras model as a graph of layer calls."""

@@ -1,4 +1,4 @@
-"""The intermediate representation of a model: values, layer calls, their graph, and its execution."""
+"""The intermediate representation of a model: a graph of layer calls and values, and its execution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Value:
 
     Args:
         name: Name of the layer call that computes it, or of the model's input.
-        shape: Its shape, the examples first; None for an unknown dimension.
+        shape: Shape `(batch, ...)`, with None for unknown dimensions.
         dtype: Such as `"float32"`.
 
     Example:
@@ -33,16 +33,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A layer call: one use of a layer or of an operation of `keras.ops`.
+    """A call of a layer, or of an operation of `keras.ops`.
 
     Args:
-        operation: A layer, or an operation of `keras.ops`.
-        args: Its positional arguments, with a `Value` in place of each tensor.
-        kwargs: Its keyword arguments, with a `Value` in place of each tensor.
-        outputs: Its flat outputs.
-        name: Name of the operation; a path for an operation of a nested model, such as `"encoder/dense"`. Further
-            calls of the same name are numbered: `"dense#2"`.
-        training: The argument `training` of the layer where the model trains, and where it does not; None for none.
+        operation: The layer or operation.
+        args: Positional arguments, with a `Value` in place of each tensor.
+        kwargs: Keyword arguments, with a `Value` in place of each tensor.
+        outputs: Flat outputs.
+        name: Name of the operation, with its path in nested models, such as `"encoder/dense"`. Repeated names are
+            numbered: `"dense#2"`.
+        training: The layer's `training` argument in training and in inference.
         autocast_dtype: Type to which weights among the arguments are cast; None for no cast.
 
     Example:
@@ -61,21 +61,17 @@ class Call:
 
     @property
     def inputs(self) -> list[Value]:
-        """The flat values among its arguments."""
+        """The flat values among the arguments."""
         return [leaf for leaf in self._leaves() if isinstance(leaf, Value)]
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The weights and states that it reads."""
+        """The variables that the call reads."""
         arguments = [leaf for leaf in self._leaves() if isinstance(leaf, keras.Variable)]
         return [*self.operation.variables, *arguments] if isinstance(self.operation, keras.Layer) else arguments
 
     def training_in(self, training: bool) -> bool | None:
-        """Return the argument `training` of the layer.
-
-        Args:
-            training: Whether the model trains.
-        """
+        """Return the layer's `training` argument in training or inference of the model."""
         return self.training[0 if training else 1]
 
     def _leaves(self) -> list[Any]:
@@ -87,11 +83,11 @@ class Graph:
     """A model as a sequence of layer calls in topological order.
 
     Args:
-        inputs: The flat inputs of the model.
-        calls: The layer calls in order.
-        outputs: The outputs of the model, in its structure.
-        reading: The symbolic inputs that were traced, a description of their operations and the opened blocks, for a
-            model whose `call` may trace otherwise later; None for another.
+        inputs: Flat inputs of the model.
+        calls: Layer calls in topological order.
+        outputs: Outputs of the model, in their structure.
+        trace_record: The traced symbolic inputs, a description of the operations and the opened blocks, which
+            `check_unchanged` reads; None if the operations cannot change.
 
     Example:
         >>> image = Value("image", (None, 4), "float32")
@@ -102,10 +98,10 @@ class Graph:
     inputs: tuple[Value, ...]
     calls: tuple[Call, ...]
     outputs: Any
-    reading: tuple[Any, list[Any], Any] | None = None
+    trace_record: tuple[Any, list[Any], Any] | None = None
 
 
-# What a layer call may return besides tensors: no values of the graph, but constants in the arguments of later calls.
+# Layer calls may also return constants. They are no values of the graph: later calls have them in their arguments.
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
@@ -117,13 +113,13 @@ def run(
 ) -> None:
     """Run layer calls in order, and add their outputs to `tensors`.
 
-    As in Keras, layers receive the argument `training` where the model gives it, and tensors carry their masks.
+    As in Keras, layers receive `training`, and tensors carry masks.
 
     Args:
-        calls: Layer calls of one graph, in its order. For a part of the graph `tensors` must have the other inputs.
-        tensors: The tensors of the values, at first those of the inputs.
-        training: Whether the model trains.
-        run_one: Runs one layer call and returns its outputs; None for `run_call`.
+        calls: Layer calls of one graph, in its order.
+        tensors: Tensors by value, including all inputs of the calls.
+        training: Whether the model is trained.
+        run_one: Function that runs a layer call and returns its outputs. Defaults to `run_call`.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -133,26 +129,20 @@ def run(
         >>> tensors[graph.outputs].numpy()
         array([[0., 2.]], dtype=float32)
     """
-    one_call = keras_tracing.one_model_call(call.operation for call in calls)
-    with keras_losses_in_call.in_call(), tf_function.own_traces(), one_call:
+    model_call = keras_tracing.one_model_call(call.operation for call in calls)
+    with keras_losses_in_call.in_call(), tf_function.own_traces(), model_call:
         for call in calls:
             outputs = keras.tree.flatten((run_one or run_call)(call, tensors, training))
-            made = [leaf for leaf in outputs if not isinstance(leaf, _CONSTANTS)]
-            tensors |= dict(zip(call.outputs, made, strict=True))
+            output_tensors = [leaf for leaf in outputs if not isinstance(leaf, _CONSTANTS)]
+            tensors |= dict(zip(call.outputs, output_tensors, strict=True))
 
 
 def run_call(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:
-    """Run one layer call, as `run` does, and return its outputs.
-
-    Args:
-        call: A layer call.
-        tensors: The tensors of its inputs.
-        training: As for `run`.
-    """
+    """Run one layer call as `run` does, and return its outputs."""
     args, kwargs = keras.tree.map_structure(
         lambda leaf: tensors[leaf] if isinstance(leaf, Value) else leaf, (call.args, dict(call.kwargs))
     )
     if keras_tracing.takes_training(call.operation):
-        kwargs["training"] = call.training_in(training)  # also None: the layer before it would leave its own
+        kwargs["training"] = call.training_in(training)  # even None: otherwise it inherits that of the call before
     with keras_tracing.autocast(call.autocast_dtype):
         return keras_tracing.recorded_call(call.operation)(*args, **kwargs)

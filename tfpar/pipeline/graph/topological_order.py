@@ -1,7 +1,7 @@
-"""The order of a graph's layer calls, with few live values at each cut.
+"""Topological order of layer calls, with few live values at each cut.
 
 graph            order
-a ─ b ─ c ─┐     a b c d e f      depth-first from the output: a branch ends before the next one begins,
+a ─ b ─ c ─┐     a b c d e f      depth-first from the output: each branch ends before the next begins,
 └── d ─ e ─ f                     so that few values are live at the same time
 """
 
@@ -28,16 +28,13 @@ def build_graph(
     """Build the graph of recorded layer calls.
 
     Args:
-        inputs: The symbolic inputs of the model, in any structure.
-        recorded: The layer calls in the order of the model.
+        inputs: Symbolic inputs of the model, in any structure.
+        recorded: Layer calls in the order of the model.
         training_arguments: `Call.training` of each layer call.
-        outputs: The symbolic outputs of the model, in its structure.
-
-    Returns:
-        The graph.
+        outputs: Symbolic outputs of the model, in any structure.
 
     Raises:
-        ValueError: If a tensor is of another graph.
+        ValueError: If a tensor belongs to another graph.
 
     Example:
         >>> relu, entry = keras.layers.ReLU(name="relu"), keras.Input((4,))
@@ -71,10 +68,11 @@ def build_graph(
 def _sorted(calls: Sequence[Call], outputs: Any) -> list[Call]:
     """Sort calls depth-first from the outputs, and drop operations without effect.
 
-    Layers that no output depends on stay, as in Keras: they may have a state or a loss. They come as early as possible.
+    As in Keras, layers that no output depends on still run, because they may have states or losses. They run as early
+    as possible.
     """
     producer = {value: call for call in calls for value in call.outputs}
-    # A layer that is used twice updates its state in the order of the model.
+    # Several calls of a layer update its state in the order of the model.
     dependencies: dict[Call, list[Call]] = {}
     latest: dict[int, Call] = {}
     for call in calls:
@@ -88,16 +86,13 @@ def _sorted(calls: Sequence[Call], outputs: Any) -> list[Call]:
         if isinstance(call.operation, keras.Layer | keras_loss_operations.AddedLoss) and call not in visited:
             added = _postorder([call], dependencies, visited)
             needed = {dependency for new in added for dependency in dependencies[new]}
-            position = max((index + 1 for index, other in enumerate(ordered) if other in needed), default=0)
+            position = max((index + 1 for index, earlier in enumerate(ordered) if earlier in needed), default=0)
             ordered[position:position] = added
     return ordered
 
 
 def _postorder(roots: Iterable[Call], dependencies: Mapping[Call, Sequence[Call]], visited: set[Call]) -> list[Call]:
-    """Return the calls that are not visited yet in depth-first postorder, and add them to `visited`.
-
-    Without recursion, because models are deeper than Python's stack.
-    """
+    """Visit calls in depth-first postorder, without recursion: models can be deeper than Python's stack."""
     order = []
     for root in roots:
         stack = [] if root in visited else [(root, iter(dependencies[root]))]

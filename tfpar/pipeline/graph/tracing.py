@@ -1,12 +1,11 @@
-"""Tracing: a Keras model as a graph of layer calls.
+"""Tracing of a Keras model into a graph of layer calls.
 
     model                            graph
     ┌ encoder ────────┐              embed ── encoder/dense ── encoder/norm ─┐
   ──│ embed dense norm│── head ──      └──────────────────────────────── add ┴─ head
     └─────────────────┘
 
-The model runs once on symbolic tensors, so that the layer calls of nested models and of custom `call` methods are
-recorded too.
+The model runs once on symbolic tensors, which records the layer calls of nested models and custom `call` methods too.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ __all__ = ["Call", "Graph", "Value", "build", "check_unchanged", "run", "standar
 def trace(
     model: keras.Model, input_specs: Any = None, *, opens_blocks: bool = False, symbolic_sizes: bool = False
 ) -> Graph:
-    """Trace a model, with its nested models.
+    """Trace a model, including its nested models.
 
     Args:
-        model: A Functional or Sequential model, or a subclass with a `call` of layers and `keras.ops`.
-        input_specs: Objects with `shape` and `dtype` for the inputs, the examples first, in the structure of the
-            model's inputs. Needed for models without declared inputs; in other models they set the unknown dimensions,
-            and None marks an absent optional input.
-        opens_blocks: Whether the layer calls inside of a layer of a user or of KerasHub, such as a transformer block,
-            take the place of its call, where its `call` can be traced and is the same in training and in inference.
-            Unknown dimensions then stay unknown, because a block may read them, and without declared inputs, whose
-            sizes are those of the first batch, blocks stay whole.
-        symbolic_sizes: Whether a block may read the size of its batch, or another unknown dimension, as a value of the
-            graph; else it stays whole.
+        model: A Functional or Sequential model, or a subclass whose `call` uses layers and `keras.ops`.
+        input_specs: Objects with `shape` (batch dimension included) and `dtype`, in the structure of the model's
+            inputs. Required for models without declared inputs. For other models they fill in unknown dimensions, and
+            None marks an absent optional input.
+        opens_blocks: Whether to replace the call of a custom or KerasHub layer, such as a transformer block, by the
+            layer calls inside it, if they can be traced and are the same in training and in inference. Unknown
+            dimensions then stay unknown, because a block may read them. Models without declared inputs keep their
+            blocks.
+        symbolic_sizes: Whether an opened block may read the batch size, or another unknown dimension, as a value of the
+            graph. Otherwise such a block is not opened.
 
     Returns:
         The graph. It shares the layers of the model.
@@ -72,7 +71,7 @@ def trace(
     inputs = _symbolic_inputs(model, input_specs, keeps_unknown=opens_blocks)
     blocks = _Blocks(opens_blocks and keras_tracing.declared_inputs(model) is not None, symbolic_sizes)
     recorded, outputs = _record(model, inputs, training=True, blocks=blocks)
-    if not any(one.blocks for one in recorded) and not any(
+    if not any(call.blocks for call in recorded) and not any(
         isinstance(layer, keras.Model) and keras_tracing.has_own_call(layer) for layer in keras_model.all_layers(model)
     ):
         return build_graph(inputs, recorded, [(True, False)] * len(recorded), outputs)
@@ -81,17 +80,18 @@ def trace(
         recorded, outputs = _record(model, inputs, training=True, blocks=blocks)
         inference = _record(model, inputs, training=False, blocks=blocks)
     _check_same_calls(model, inputs, (recorded, outputs), inference)
-    training_arguments = [(one.training, other.training) for one, other in zip(recorded, inference[0], strict=True)]
+    pairs = zip(recorded, inference[0], strict=True)
+    training_arguments = [(in_training.training, in_inference.training) for in_training, in_inference in pairs]
     graph = build_graph(inputs, recorded, training_arguments, outputs)
-    return dataclasses.replace(graph, reading=(inputs, _descriptions(inputs, recorded, outputs), blocks))
+    return dataclasses.replace(graph, trace_record=(inputs, _descriptions(inputs, recorded, outputs), blocks))
 
 
 @dataclasses.dataclass
 class _Blocks:
-    """The layers with inner layers that are opened: all blocks, but for those of some classes.
+    """Which blocks (layers with inner layers) are opened.
 
     Args:
-        are_opened: Whether any is.
+        are_opened: Whether any block is opened.
         symbolic_sizes: As for `trace`.
     """
 
@@ -103,7 +103,7 @@ class _Blocks:
         return self.are_opened and type(layer) not in self._whole and keras_blocks.is_block(layer)
 
     def close(self, blocks: Iterable[keras.Layer]) -> bool:
-        """Leave blocks whole from now on, with all of their classes; return whether there are any."""
+        """Stop opening blocks of the classes of `blocks`. Return whether there are any."""
         classes = set(map(type, blocks))
         self._whole |= classes
         return bool(classes)
@@ -112,37 +112,37 @@ class _Blocks:
 def _differing(
     inputs: Any, training: tuple[Sequence[Recorded], Any], inference: tuple[Sequence[Recorded], Any]
 ) -> list[keras.Layer]:
-    """Return the blocks whose operations in training first differ from those in inference; else, all blocks."""
-    one, other = _descriptions(inputs, *training), _descriptions(inputs, *inference)
-    if one == other:
+    """Return the blocks at the first difference between training and inference, or all blocks if it is in none."""
+    in_training, in_inference = _descriptions(inputs, *training), _descriptions(inputs, *inference)
+    if in_training == in_inference:
         return []
-    pairs = enumerate(itertools.zip_longest(one[:-1], other[:-1]))
-    first = next((index for index, (left, right) in pairs if left != right), len(one))
+    pairs = enumerate(itertools.zip_longest(in_training[:-1], in_inference[:-1]))
+    first = next((index for index, (left, right) in pairs if left != right), len(in_training))
     calls = [*training[0][first : first + 1], *inference[0][first : first + 1]]
-    here = [block for call in calls for block in call.blocks[-1:]]
-    return here or [block for call in (*training[0], *inference[0]) for block in call.blocks]
+    differing = [block for call in calls for block in call.blocks[-1:]]
+    return differing or [block for call in (*training[0], *inference[0]) for block in call.blocks]
 
 
 def check_unchanged(model: keras.Model, graph: Graph) -> None:
-    """Refuse a model whose `call` has other operations than when it was traced.
+    """Refuse a model whose `call` has changed since it was traced.
 
-    Keras traces a model in its first step, after the first hooks of callbacks. A hook may have changed a number that
-    `call` reads, such as the weight of a loss.
+    Keras traces a model in its first step, after the first callbacks have run. A callback may have changed a number
+    that `call` reads, such as the weight of a loss.
 
     Args:
         model: The model.
         graph: The result of `trace`.
 
     Raises:
-        ValueError: If an operation, or a constant among its arguments, is another one.
+        ValueError: If an operation has changed, or a constant among its arguments.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
         >>> check_unchanged(model, trace(model))
     """
-    if graph.reading is None:
+    if graph.trace_record is None:
         return
-    inputs, before, blocks = graph.reading
+    inputs, before, blocks = graph.trace_record
     with tf_function.outside_of_functions(), random_state.stand_in_generator(), keras_losses.collect_added_losses(list):
         recorded, outputs = _record(model, inputs, training=True, blocks=blocks)
     now = _descriptions(inputs, recorded, outputs)
@@ -151,17 +151,17 @@ def check_unchanged(model: keras.Model, graph: Graph) -> None:
     place = _first_difference(now, before, recorded)
     raise ValueError(
         f"A model that is divided over devices must keep the operations of its call, and those of "
-        f"{type(model).__name__} differ {place} since they were read. A number that a callback changes, such as the "
-        "weight of a loss, must be a variable: create it with self.add_weight(shape=(), trainable=False), and assign "
-        "its values."
+        f"{type(model).__name__} differ {place} since the model was traced. A number that a callback changes, such as "
+        "the weight of a loss, must be a variable: create it with self.add_weight(shape=(), trainable=False), and "
+        "assign its values."
     )
 
 
 def build(model: keras.Model, input_specs: Any = None) -> None:
-    """Create the weights of a model, if their shapes depend on its inputs.
+    """Create the weights of a model that is not built yet.
 
     Args:
-        model: Any model. A built model does not change.
+        model: Any model.
         input_specs: As for `trace`.
 
     Raises:
@@ -180,11 +180,11 @@ def build(model: keras.Model, input_specs: Any = None) -> None:
 
 
 def standardize(model: keras.Model, inputs: Any) -> list[Any]:
-    """Convert the inputs of a model into the tensors of `Graph.inputs`, in their order.
+    """Convert the inputs of a model into tensors for `Graph.inputs`.
 
     Args:
         model: The traced model.
-        inputs: Tensors or arrays in the structure of the model's inputs: one, or a list, tuple or dict.
+        inputs: Tensors or arrays in the structure of the model's inputs.
 
     Returns:
         Tensors with the types and ranks of the declared inputs, without absent optional inputs.
@@ -224,7 +224,7 @@ def _symbolic_inputs(model: keras.Model, specs: Any, *, keeps_unknown: bool = Fa
 
 
 def _match_specs(declared: Any, specs: Any) -> dict[int, tuple[Any]]:
-    """Return the entry of `specs` for the `id` of each declared input, matched by name or by position."""
+    """Return the spec for the `id` of each declared input, matched by name or by position."""
     flat = keras.tree.flatten(declared)
     if isinstance(specs, dict) and not isinstance(declared, dict):
         return {id(spec): (specs[spec.name],) for spec in flat if spec.name in specs}
@@ -232,13 +232,13 @@ def _match_specs(declared: Any, specs: Any) -> dict[int, tuple[Any]]:
 
 
 def _symbolic(spec: Any, passed: Any = ...) -> Any:
-    """Return a symbolic tensor with the declared type and rank; unknown dimensions are those of the passed spec."""
+    """Return a symbolic tensor with the declared type and rank. The passed spec fills in unknown dimensions."""
     if spec is None or passed is None:
         return None
-    # The number of examples is open, also if the model declares a batch size: micro-batches are smaller.
-    sizes, known = tuple(spec.shape)[1:], tuple(getattr(passed, "shape", ()))[1:]
-    if len(sizes) == len(known):
-        sizes = tuple(other if size is None else size for size, other in zip(sizes, known, strict=True))
+    # The batch dimension stays unknown even if the model declares a batch size: micro-batches are smaller.
+    sizes, passed_sizes = tuple(spec.shape)[1:], tuple(getattr(passed, "shape", ()))[1:]
+    if len(sizes) == len(passed_sizes):
+        sizes = tuple(known if size is None else size for size, known in zip(sizes, passed_sizes, strict=True))
     tensors = {"sparse": tf.SparseTensor, "ragged": tf.RaggedTensor}
     layout = {name: getattr(spec, name, False) or isinstance(spec, tensor) for name, tensor in tensors.items()}
     dtype = keras.backend.standardize_dtype(spec.dtype)
@@ -255,7 +255,7 @@ def _record(model: keras.Model, inputs: Any, training: bool, blocks: _Blocks) ->
 
 @contextlib.contextmanager
 def _explained(model: keras.Model) -> Iterator[None]:
-    """Say what the call of a model must be able to, if it fails on symbolic tensors."""
+    """Explain the error if the call of a model fails on symbolic tensors."""
     try:
         yield
     except Exception as error:
@@ -276,11 +276,11 @@ def _check_same_calls(
     training: tuple[Sequence[Recorded], Any],
     inference: tuple[Sequence[Recorded], Any],
 ) -> None:
-    """Raise an error if a model calls other operations in training than in inference."""
-    one, other = _descriptions(inputs, *training), _descriptions(inputs, *inference)
-    if one == other:
+    """Raise an error if the operations of a model differ between training and inference."""
+    in_training, in_inference = _descriptions(inputs, *training), _descriptions(inputs, *inference)
+    if in_training == in_inference:
         return
-    place = _first_difference(one, other, max(training[0], inference[0], key=len))
+    place = _first_difference(in_training, in_inference, max(training[0], inference[0], key=len))
     raise ValueError(
         f"A model that is divided over devices must apply the same operations in training and in inference, received "
         f"{type(model).__name__}, where they differ {place}; move code that depends on training into a keras.Layer "
@@ -288,15 +288,15 @@ def _check_same_calls(
     )
 
 
-def _first_difference(one: Sequence[Any], other: Sequence[Any], calls: Sequence[Recorded]) -> str:
-    """Return the place of the first difference between two descriptions, of which one is that of the calls."""
-    common = range(min(len(one), len(other)) - 1)
-    first = next((index for index in common if one[index] != other[index]), len(common))
+def _first_difference(left: Sequence[Any], right: Sequence[Any], calls: Sequence[Recorded]) -> str:
+    """Describe where two descriptions first differ; `calls` are the layer calls of one of them."""
+    common = range(min(len(left), len(right)) - 1)
+    first = next((index for index in common if left[index] != right[index]), len(common))
     return f"at {'/'.join(calls[first].path)!r}" if first < len(calls) else "in their outputs"
 
 
 def _descriptions(inputs: Any, recorded: Sequence[Recorded], outputs: Any) -> list[Any]:
-    """Describe each call, and at the end the outputs, so that descriptions of two runs can be compared."""
+    """Return comparable descriptions of the calls, and at the end of the outputs."""
     numbers = {id(tensor): number for number, tensor in enumerate(keras.tree.flatten(inputs)) if tensor is not None}
 
     def describe(structure: Any) -> list[Any]:

@@ -1,1 +1,1 @@
-"""The loss of a micro-batch and the updates of metrics after the last stage, as compiled functions."""
+"""The loss of a micro-batch and the update of metrics, as compiled functions."""

@@ -1,4 +1,4 @@
-"""The update of metrics with the outputs of a micro-batch, as a compiled function."""
+"""The update of metrics by the outputs of a micro-batch, as a compiled function."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from tfpar.reduction.vocabulary import gathered_classes
 
 
 class MetricsUpdate:
-    """The compiled update of the metrics with the outputs of one micro-batch, or of the whole batch.
+    """The compiled update of metrics by the outputs of one micro-batch, or of the whole batch.
 
-    Replicas add up sums from zero, apart from the variables of the metrics. Otherwise the update assigns the variables;
-    from sharded outputs it carries their values instead, because no conditional can contain operations on several
-    devices: the states of a micro-batch without examples are computed, and not taken.
+    A single replica assigns the metric variables. Several replicas compute sums from zero, which are added to the
+    variables later. With sharded outputs, the update returns new values instead of assigning them, because a
+    conditional cannot contain operations on several devices: the values are computed even for a micro-batch without
+    examples, and then discarded.
 
     Args:
         staged: A compiled model in stages.
-        outputs: The specs of its flat outputs.
-        batch: The spec of what `taken_after_stages` returns of a batch of any size.
-        devices: The device of the outputs; then those of the other shards of sharded ones.
-        others: Metrics that it leaves as they are.
-        in_place: Whether it updates the variables of the metrics; else it computes sums from zero.
+        outputs: The spec of each flat output.
+        batch: The spec of the result of `last_stage_batch`, for any batch size.
+        devices: The device of each shard of the outputs.
+        others: Metrics that are not updated.
+        in_place: Whether to assign the metric variables, instead of computing sums from zero.
 
     Attributes:
-        variables: The variables whose values are carried from call to call; empty where the update assigns them. It
-            then carries a zero, which makes a call depend on the one before.
-        is_added: Whether the values begin at zero, to be added to the variables; else they replace those of these.
+        variables: The variables whose values are carried from call to call; empty if the update assigns them. It then
+            carries a zero, so that each call depends on the one before.
+        is_added: Whether the carried values start at zero and are added to the variables, instead of replacing them.
 
     Raises:
-        ValueError: If the sums cannot be computed apart from the variables.
+        ValueError: If the sums cannot be computed separately from the variables.
     """
 
     def __init__(
@@ -71,48 +72,48 @@ class MetricsUpdate:
         self,
         carried: Sequence[tf.Tensor],
         num_counted: tf.Tensor,
-        part: tf.Tensor,
+        fraction: tf.Tensor,
         batch: Any,
         outputs: Sequence[Any],
         masks: Sequence[tf.Tensor | None],
     ) -> list[tf.Tensor]:
-        """Return what the next call takes as `carried`.
+        """Return `carried` for the next call.
 
         Args:
-            carried: The result of the call before, at first `initial()`.
-            num_counted: The number of examples without padding, an int64 scalar.
-            part: Their part of the global batch, a float64 scalar.
-            batch: The examples, as `taken_after_stages` returns them.
-            outputs: The flat outputs of the model for them.
-            masks: The Keras mask of each output; None for none.
+            carried: The result of the previous call, or `initial()`.
+            num_counted: The number of examples that count, an int64 scalar.
+            fraction: Their fraction of the global batch, a float64 scalar.
+            batch: The result of `last_stage_batch`.
+            outputs: The flat outputs of the model.
+            masks: The Keras mask of each output, or None.
         """
-        return list(self._function(carried, num_counted, part, batch, outputs, masks))
+        return list(self._function(carried, num_counted, fraction, batch, outputs, masks))
 
     def initial(self) -> list[tf.Tensor]:
-        """Return what the first call takes as `carried`."""
+        """Return `carried` for the first call."""
         if self.variables and not self.is_added:
             return [variable.value.read_value() for variable in self.variables]
         return [tf.zeros(spec.shape, spec.dtype) for spec in _carried(self.variables)]
 
     def updated(self, values: Sequence[tf.Tensor]) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return the variables that change, with what is carried of them; nothing where the update assigns them."""
+        """Return the carried variables that change, with their values."""
         pairs = zip(self.variables, values, strict=True) if self.variables else ()
         return [pair for pair in pairs if id(pair[0]) in self._changed]
 
     def _traced_apart(self, batch: Any) -> tuple[tuple[keras.Variable, ...], Any, list[Any]] | None:
-        """Return variables with the update of their values; None if it would do more than change these."""
+        """Return the metric variables and an update of their values; None if metrics have other side effects."""
         variables = _states_of_metrics(self._staged.model, self._others)
-        with contextlib.suppress(Exception):  # such as of a metric that uses the tf.Variable of a keras.Variable
+        with contextlib.suppress(Exception):  # for example, of a metric that uses the tf.Variable of a keras.Variable
             function, changed = self._traced(variables, batch)
             if variables and not _unknown(changed, variables) and not tf_graph.effects(function.graph):
                 return variables, function, changed
         return None
 
     def _traced(self, variables: Sequence[keras.Variable], batch: Any) -> tuple[Any, list[Any]]:
-        """Return a concrete function, and the variables that a trace apart from them would have assigned.
+        """Return the concrete function of the update, and the variables whose carried values change.
 
         Args:
-            variables: The variables whose values it carries; none to assign them in place.
+            variables: The variables whose values are carried; empty to assign them in place.
             batch: The spec of the examples.
         """
         changed = list[Any]()
@@ -120,44 +121,43 @@ class MetricsUpdate:
         def update(
             carried: list[tf.Tensor],
             num_counted: tf.Tensor,
-            part: tf.Tensor,
+            fraction: tf.Tensor,
             batch: Any,
             outputs: list[Any],
             masks: list[Any],
         ) -> list[tf.Tensor]:
             def count() -> list[tf.Tensor]:
                 with _states(variables, carried, changed) as values:
-                    self._count(part, batch, outputs, masks)
+                    self._count(fraction, batch, outputs, masks)
                 return values or list(map(tf.identity, carried))
 
             def assign() -> tf.Tensor:
                 count()
                 return tf.constant(True)
 
-            with tf.device("CPU:0"):  # else the host, which launches one of the branches, waits for the device
-                counts_here = num_counted > 0
+            with tf.device("CPU:0"):  # otherwise the host waits for the device to choose a branch
+                has_examples = num_counted > 0
             with tf.device(self._devices[0]):
                 if self._is_sharded and (variables or self.is_added):
-                    return [tf.where(counts_here, new, old) for new, old in zip(count(), carried, strict=True)]
+                    return [tf.where(has_examples, new, old) for new, old in zip(count(), carried, strict=True)]
                 if variables or self.is_added:
-                    return list(tf.cond(counts_here, count, lambda: list(map(tf.identity, carried))))
-                tf.cond(counts_here, assign, lambda: tf.constant(False))
+                    return list(tf.cond(has_examples, count, lambda: list(map(tf.identity, carried))))
+                tf.cond(has_examples, assign, lambda: tf.constant(False))
             return carried
 
         counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
-        of_outputs = [spec.spec for spec in self._outputs], [spec.mask for spec in self._outputs]
-        # Inlined, its conditional would become part of the loop around the steps.
-        function = tf_function.noinline_function(update, _carried(variables), *counts, batch, *of_outputs)
+        output_specs = [spec.spec for spec in self._outputs], [spec.mask for spec in self._outputs]
+        # If inlined, its conditional would become part of the loop over steps.
+        function = tf_function.noinline_function(update, _carried(variables), *counts, batch, *output_specs)
         return function, changed
 
-    def _count(self, part: tf.Tensor, batch: Any, outputs: Sequence[Any], masks: Sequence[Any]) -> None:
-        """Update the metrics with examples of which the model computed the outputs."""
+    def _count(self, fraction: tf.Tensor, batch: Any, outputs: Sequence[Any], masks: Sequence[Any]) -> None:
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         sent = zip(self._outputs, outputs, masks, strict=True)
         received = [spec.received(tensor, mask, self._devices) for spec, tensor, mask in sent]
         with (
-            keras_losses_in_call.scalars_weighted(lambda _: part),
-            gathered_classes.read_in_pieces(),
+            keras_losses_in_call.scalars_weighted(lambda _: fraction),
+            gathered_classes.reading_shards(),
             metric_logs.not_updated(self._others),
         ):
             packed = self._staged.packed_outputs(received)
@@ -165,14 +165,14 @@ class MetricsUpdate:
 
 
 def _check_sums(model: keras.Model, variables: Sequence[keras.Variable], function: Any, changed: Sequence[Any]) -> None:
-    """Refuse an update that adds to more than the variables of metrics."""
+    """Refuse metrics that change more than their own variables."""
     others = _unknown(changed, variables)
     if others or any(map(tf_graph.assigns, tf_graph.effects(function.graph))):
-        what = "assigns one that is no keras.Variable"
+        what = "assigns one that is not a keras.Variable"
         if others:
-            what = f"changes {others[0].path!r}, which is none of a metric"
+            what = f"changes {others[0].path!r}, which belongs to no metric"
         raise ValueError(
-            "Replicas of a pipeline compute the states of metrics apart from their variables, and a metric of "
+            "In replicas of a pipeline, metrics may change only variables created with add_variable, and a metric of "
             f"{model.name!r} {what}. Use add_variable, or train with Pipeline."
         )
 
@@ -189,19 +189,19 @@ def _carried(variables: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
 
 
 def _summed_states(model: keras.Model, others: Sequence[keras.Metric]) -> tuple[keras.Variable, ...]:
-    """Return the variables of the metrics, which add up over replicas; those of the loss are updated once a step."""
+    """Return the metric variables to sum over replicas, without those of loss trackers."""
     variables = _states_of_metrics(model, others)
     for variable in variables:
         if variable.aggregation != "sum":
             raise ValueError(
-                f"Replicas of a pipeline add the states of metrics, and {variable.path!r} has aggregation="
+                f"Replicas of a pipeline sum the variables of metrics, and {variable.path!r} has aggregation="
                 f"{variable.aggregation!r}. Create it with aggregation='sum', or train with Pipeline."
             )
     return variables
 
 
 def _states_of_metrics(model: keras.Model, others: Sequence[keras.Metric]) -> tuple[keras.Variable, ...]:
-    """Return the variables of all metrics but some that each micro-batch updates; not those of the loss."""
+    """Return the variables of all metrics except `others` and loss trackers."""
     known = {*map(id, others), id(keras_metrics.loss_tracker(model)), *map(id, keras_metrics.trackers_of_losses(model))}
     metrics = [metric for metric in metric_logs.all_metrics(model) if id(metric) not in known]
     return tuple({id(state): state for metric in metrics for state in metric.variables}.values())
@@ -211,12 +211,15 @@ def _states_of_metrics(model: keras.Model, others: Sequence[keras.Metric]) -> tu
 def _states(
     variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], changed: list[Any]
 ) -> Iterator[list[tf.Tensor]]:
-    """Replace the values of variables in this context; yield a list that has those after it, once it has ended.
+    """Replace the values of variables in this context.
 
     Args:
-        variables: Variables; none to assign them in place.
+        variables: The variables; empty to assign them in place.
         values: Their values.
-        changed: A list, to which the variables that are assigned are added.
+        changed: A list to which assigned variables are added.
+
+    Yields:
+        A list that contains the new values once the context has ended.
     """
     after: list[tf.Tensor] = []
     if not variables:

@@ -1,6 +1,6 @@
 """The loss of a micro-batch and its gradients, as one compiled function.
 
-outputs of the last stage, targets, weights ─► loss of the micro-batch as its part of the global batch's ─► gradients
+outputs of the last stage, targets, sample weights ─► contribution to the loss of the global batch ─► gradients
 └─ metrics and layers of compute_loss ─► new states
 """
 
@@ -20,25 +20,24 @@ from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.loss.output_functions import OutputFunction
 from tfpar.pipeline.stages.refusals import refuse_python
-from tfpar.pipeline.stages.sparse_rows import Kinds, by_lookups
+from tfpar.pipeline.stages.sparse_rows import Kinds, rows_by_lookup
 from tfpar.pipeline.stages.trace import trace_with_record
 from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.placement.weight_devices import follow_data
 from tfpar.reduction.gradients.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.gradients.row_numbers import Source, Sources
-from tfpar.reduction.losses_of_parts import LossReduction
+from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.vocabulary import gathered_classes
 
 
-def taken_after_stages(model: keras.Model, batch: Any) -> Any:
-    """Return what the loss and the metrics take of a batch, which is sent to the last stage's device.
+def last_stage_batch(model: keras.Model, batch: Any) -> Any:
+    """Return a batch without the inputs, unless the model overrides `compute_loss` or `compute_metrics`.
+
+    The result is sent to the device of the last stage.
 
     Args:
         model: A compiled model.
-        batch: `(inputs, targets, sample_weight)` as far as present, tensors or specs.
-
-    Returns:
-        The batch without inputs, unless the model overrides `compute_loss` or `compute_metrics`.
+        batch: `(inputs, targets, sample_weight)`, the last two optional; tensors or specs.
     """
     if any(keras_model.overridden(model, method) for method in ("compute_loss", "compute_metrics")):
         return batch
@@ -49,18 +48,18 @@ class LossArguments(NamedTuple):
     """The arguments of the loss of a micro-batch: tensors, or their specs.
 
     Args:
-        batch: The examples, `(inputs, targets, sample_weight)` as `taken_after_stages` returns them.
-        outputs: The flat outputs of the model; a sharded one is a tuple.
-        masks: The Keras mask of each output; None for none.
-        metric_states: The values of the metrics' variables.
-        layer_states: The values of the layers' states.
-        parameters: The values of the parameters.
+        batch: The result of `last_stage_batch`.
+        outputs: The flat outputs of the model; tuples for sharded outputs.
+        masks: The Keras mask of each output, or None.
+        metric_states: The values of metric variables.
+        layer_states: The values of layer states.
+        parameters: The values of the weights that the loss reads.
         number: The index of the micro-batch, an int64 scalar.
-        num_counted: Its number of examples without padding, an int64 scalar.
-        size: Its number of examples, an int64 scalar.
-        num_examples: That of the global batch, an int64 scalar.
-        divisors: The divisors of the global batch, float64 `[divisors]`.
-        scale: The gradient of one unit of loss, a scalar in Keras' float type.
+        num_counted: The number of its examples that count, an int64 scalar.
+        size: The number of its examples, an int64 scalar.
+        num_examples: The size of the global batch, an int64 scalar.
+        divisors: The divisors of the losses over the global batch, float64 `[divisors]`.
+        scale: The gradient with respect to the loss, a scalar in Keras' float type.
     """
 
     batch: Any
@@ -78,51 +77,51 @@ class LossArguments(NamedTuple):
 
 
 class LossResult(NamedTuple):
-    """The loss of one micro-batch, as its part of the loss over the global batch.
+    """The contribution of one micro-batch to the loss of the global batch.
 
     Args:
-        value: The part, a scalar.
-        of_outputs: The same for single outputs, where Keras logs them.
-        gradients: Those of the outputs, `[examples, ...]` each, sharded as the outputs are; None for none.
-        metric_states: The new values of the metrics' variables.
-        layer_states: The new values of the layers' states.
-        weight_gradients: Those of the parameters: a tensor, the rows of each lookup, or None for none.
+        value: The contribution, a scalar.
+        output_losses: The contribution to the loss of each output, if Keras logs them.
+        gradients: The gradient of each output, `[examples, ...]`, sharded like the output; or None.
+        metric_states: The new values of metric variables.
+        layer_states: The new values of layer states.
+        weight_gradients: The gradient of each parameter: a tensor, the rows of each lookup, or None.
     """
 
     value: tf.Tensor
-    of_outputs: list[tf.Tensor]
+    output_losses: list[tf.Tensor]
     gradients: list[Any]
     metric_states: list[tf.Tensor]
     layer_states: list[tf.Tensor]
     weight_gradients: list[Any]
 
     def not_counted(self, states: Sequence[tf.Tensor]) -> LossResult:
-        """Return the gradients of the outputs alone, where another worker counts all else.
+        """Keep only the gradients of the outputs, because another worker counts everything else.
 
         Args:
-            states: The values of the metrics' variables before.
+            states: The previous values of metric variables.
         """
-        value, of_outputs, weight_gradients = tf.nest.map_structure(
+        value, output_losses, weight_gradients = tf.nest.map_structure(
             lambda tensor: tf.zeros_like(tensor) if tensor is not None and tensor.dtype.is_floating else tensor,
-            (self.value, self.of_outputs, self.weight_gradients),
+            (self.value, self.output_losses, self.weight_gradients),
             expand_composites=True,
         )
         return self._replace(
-            value=value, of_outputs=of_outputs, metric_states=list(states), weight_gradients=weight_gradients
+            value=value, output_losses=output_losses, metric_states=list(states), weight_gradients=weight_gradients
         )
 
 
 class _Trace(NamedTuple):
-    """What is known of the traced loss besides its results.
+    """Properties of the traced loss.
 
     Args:
-        num_divisors: The number of losses whose divisor depends on masks or weights of the whole batch.
+        num_divisors: Number of losses whose divisor depends on masks or weights of the whole batch.
         has_gradient: Whether the loss depends on each output.
-        updates_metric: Whether it changes each variable of `metric_states`.
-        unlisted_states: States that it changes and that are no arguments.
-        uses_global_generator: Whether it draws from Keras' global generator, whose state is no argument.
-        weight_gradients: Those of the parameters, as tensors of the graph.
-        kinds: The kind of each lookup of each of them.
+        updates_metric: Whether the loss changes each of `metric_states`.
+        unlisted_states: States that the loss changes and that are not arguments.
+        uses_global_generator: Whether the loss uses Keras' global generator, whose state is not an argument.
+        weight_gradients: The gradients of the parameters, as tensors of the graph.
+        kinds: The kind of each lookup in each parameter.
     """
 
     num_divisors: int
@@ -137,25 +136,24 @@ class _Trace(NamedTuple):
 class MicrobatchLoss:
     """The compiled loss of a model, for micro-batches of any size.
 
-    It is the loss that Keras computes, without added losses and penalties, which are computed elsewhere. A user's own
-    `compute_loss` may read weights and call layers: there are gradients of these weights, and new states of these
-    layers and of Keras' global generator.
+    Weight regularizers and losses that layers add are computed elsewhere. An overridden `compute_loss` may read weights
+    and call layers. The result then includes gradients of these weights, and new states of the layers.
 
     Args:
         model: A compiled model.
-        reduction: How its losses are reduced over parts of a batch.
+        reduction: The reduction of losses over micro-batches.
         training: Whether the model is trained.
-        devices: The device that computes the loss; then those of the other shards of outputs.
+        devices: The device of each shard of the outputs. The first computes the loss.
         outputs: The structure of the model's outputs, with a `ValueSpec` for each tensor.
-        batch: The spec of what `taken_after_stages` returns of a batch of any size.
-        metric_states: Variables of metrics that `compute_loss` itself may update.
+        batch: The spec of the result of `last_stage_batch`, for any batch size.
+        metric_states: Metric variables that `compute_loss` may update.
 
     Attributes:
-        layer_states: The states that it changes.
-        parameters: The trained weights that it reads.
+        layer_states: The states that the loss changes.
+        parameters: The trained weights that the loss reads.
 
     Raises:
-        ValueError: If the loss reads a divided weight, or calls a Python function on another worker.
+        ValueError: If the loss calls a Python function on another worker.
     """
 
     def __init__(
@@ -190,61 +188,61 @@ class MicrobatchLoss:
 
     @property
     def device(self) -> str:
-        """The device that computes it, of several the first."""
+        """The device that computes the loss."""
         return self.devices[0]
 
     @property
     def kinds(self) -> Kinds:
-        """The kind of each lookup of each of `parameters`."""
+        """The kind of each lookup in each of `parameters`."""
         return self._trace.kinds
 
     @property
     def traced_weight_gradients(self) -> Sequence[Any]:
-        """The gradient of each of `parameters` as tensors of the traced graph."""
+        """The gradient of each of `parameters`, as tensors of the traced graph."""
         return self._trace.weight_gradients
 
     @property
     def num_divisors(self) -> int:
-        """The number of divisors that depend on masks or weights of the whole batch."""
+        """The number of losses whose divisor depends on masks or weights of the whole batch."""
         return self._trace.num_divisors
 
     @property
     def has_output_gradients(self) -> Sequence[bool]:
-        """Whether there is a gradient of each of the flat outputs of the model."""
+        """Whether there is a gradient of each flat output of the model."""
         return self._trace.has_gradient
 
     def updated_metrics(self, states: Sequence[tf.Tensor]) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables of `metric_states` that it updates, with their values; a layer may change others."""
+        """Return those of `metric_states` that the loss updates, with their values. Layers may change others."""
         pairs = zip(self.metric_states, states, strict=True)
         return [pair for pair, updates in zip(pairs, self._trace.updates_metric, strict=True) if updates]
 
     def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
-        """Return the divisors of the losses over a global batch, where masks or weights determine them.
+        """Return the divisors of the losses over a global batch that depend on masks or weights.
 
-        TensorFlow prunes all operations of the model but those that the masks depend on.
+        This calls the model on the batch, but TensorFlow prunes the operations that the masks do not depend on.
 
         Args:
             batch: The global batch.
             num_examples: Its size, an int64 scalar.
-            call: Returns the outputs of the model for its inputs, each with its mask.
+            call: Returns the outputs of the model for its inputs, with their masks.
 
         Returns:
             float64 `[divisors]`.
         """
         divisors: list[tf.Tensor] = []
 
-        def note(weight: tf.Tensor) -> tf.Tensor:
-            divisors.append(tf.cast(weight, tf.float64))
-            return weight
+        def collect(divisor: tf.Tensor) -> tf.Tensor:
+            divisors.append(tf.cast(divisor, tf.float64))
+            return divisor
 
         weight = tf.ones((), keras.config.floatx())
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with keras.StatelessScope(), self._reduced(num_examples, weight, num_examples, note), tf.device(self.device):
+        with keras.StatelessScope(), self._reduced(num_examples, weight, num_examples, collect), tf.device(self.device):
             self._value(batch, call(inputs))
         return tf.stack(divisors)
 
     def _value(self, batch: Any, outputs: Any) -> tf.Tensor:
-        """Return the loss, a scalar; zero where the model has only losses that layers add."""
+        """Return the loss, a scalar; zero if the model has only losses that layers add."""
         if not keras_losses.flat_losses(self.model) and not keras_model.overridden(self.model, "compute_loss"):
             return tf.zeros((), keras.config.floatx())
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -259,13 +257,13 @@ class MicrobatchLoss:
         num_examples: tf.Tensor,
         sum_divisors: Callable[[tf.Tensor], tf.Tensor],
     ) -> Iterator[None]:
-        """Reduce the losses of part of a batch to their part of the loss of the global batch inside this context.
+        """Reduce losses inside this context to their contribution to the loss of the global batch.
 
         Args:
-            size: The number of examples of the part, an int64 scalar.
-            example_weight: The weight of an example of the part: 1, or 0 in a padding batch.
-            num_examples: The number of examples of the global batch, an int64 scalar.
-            sum_divisors: Returns the divisor of the global batch for that of the part.
+            size: The size of the micro-batch, an int64 scalar.
+            example_weight: The weight of its examples: 1, or 0 for a repeated example.
+            num_examples: The size of the global batch, an int64 scalar.
+            sum_divisors: Returns the divisor over the global batch, given that of the micro-batch.
         """
         with (
             self._reduction.reduce_globally(self._training, [size], example_weight, num_examples, sum_divisors),
@@ -274,7 +272,7 @@ class MicrobatchLoss:
             yield
 
     def _traced(self, batch: Any) -> tuple[Any, _Trace]:
-        """Return the concrete function of `LossArguments` to `LossResult`, and the record of its trace."""
+        """Return the concrete function from `LossArguments` to `LossResult`, and the record of its trace."""
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
         specs = LossArguments(
             batch,
@@ -303,15 +301,15 @@ class MicrobatchLoss:
             outputs = [spec.received(tensor, mask, self.devices) for spec, tensor, mask in sent]
         divisors: list[tf.Tensor] = []
 
-        def known(weight: tf.Tensor) -> tf.Tensor:
-            divisors.append(tf.cast(arguments.divisors[len(divisors)], weight.dtype))
+        def next_divisor(local: tf.Tensor) -> tf.Tensor:
+            divisors.append(tf.cast(arguments.divisors[len(divisors)], local.dtype))
             return divisors[-1]
 
         trackers = [state for tracker in keras_metrics.trackers_of_losses(self.model) for state in tracker.variables]
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in trackers]
         parameters = list(zip(self.parameters, arguments.parameters, strict=True))
-        shards = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is not None]
-        whole = [pair for pair in parameters if sharded_memory.piece_of(pair[0]) is None]
+        shards = [pair for pair in parameters if sharded_memory.shard_of(pair[0]) is not None]
+        whole = [pair for pair in parameters if sharded_memory.shard_of(pair[0]) is None]
         variables = (*trackers, *self.metric_states, *self.layer_states)
         values = (*zeros, *arguments.metric_states, *arguments.layer_states)
         with (
@@ -319,19 +317,19 @@ class MicrobatchLoss:
             sharded_memory.with_values(shards),
             tf_tapes.replaced([*zip(variables, values, strict=True), *whole]) as scope,
             random_state.replica_seeds(lambda: arguments.number),
-            keras_losses_in_call.scalars_weighted(lambda _: _part(arguments)),
+            keras_losses_in_call.scalars_weighted(lambda _: _fraction(arguments)),
             tf_function.own_traces(),
-            self._reduced(arguments.size, example_weight, arguments.num_examples, known),
-            gathered_classes.read_in_pieces(),
+            self._reduced(arguments.size, example_weight, arguments.num_examples, next_divisor),
+            gathered_classes.reading_shards(),
         ):
             value = self._value(arguments.batch, keras.tree.pack_sequence_as(self._outputs, outputs))
             totals, metric_states, layer_states = (
                 [scope.get_current_value(variable) for variable in states]
                 for states in (trackers, self.metric_states, self.layer_states)
             )
-            gradients, of_parameters = self._gradients(value, arguments)
-        weight_gradients, kinds = by_lookups(
-            of_parameters, self.parameters[: len(of_parameters)], self._sources(arguments)
+            gradients, parameter_gradients = self._gradients(value, arguments)
+        weight_gradients, kinds = rows_by_lookup(
+            parameter_gradients, self.parameters[: len(parameter_gradients)], self._sources(arguments)
         )
         states = zip(metric_states, arguments.metric_states, strict=True)
         trace = _Trace(
@@ -343,36 +341,32 @@ class MicrobatchLoss:
             weight_gradients,
             kinds,
         )
-        of_outputs = self._logged(totals, arguments)
-        return LossResult(value, of_outputs, gradients, metric_states, layer_states, list(weight_gradients)), trace
+        output_losses = self._logged(totals, arguments)
+        return LossResult(value, output_losses, gradients, metric_states, layer_states, list(weight_gradients)), trace
 
     def _gradients(self, value: tf.Tensor, arguments: LossArguments) -> tuple[list[Any], list[Any]]:
-        """Return the gradients of the outputs and of the parameters; of no parameter in inference."""
+        """Return the gradients of the outputs and of the parameters; none in inference."""
         if not self._training:
             return [None] * len(self._specs), []
         pairs = list(zip(self._specs, arguments.outputs, strict=True))
         sources = [dense_parts(output) if spec.needs_gradient else [] for spec, output in pairs]
-        flat = [tensor for of_output in sources for tensor in of_output]
+        flat = [tensor for shards in sources for tensor in shards]
         is_sharded = any(spec.is_sharded for spec in self._specs)
         with follow_data() if is_sharded else contextlib.nullcontext():
             scale = tf.cast(arguments.scale, value.dtype)
             gradients = tf.gradients(value, [*flat, *arguments.parameters], scale)
         in_order = iter(gradients[: len(flat)])
-        of_outputs = [_gradient(of_output, in_order) for of_output in sources]
-        return of_outputs, gradients[len(flat) :]
+        return [_gradient(shards, in_order) for shards in sources], gradients[len(flat) :]
 
     def _logged(self, totals: Sequence[tf.Tensor], arguments: LossArguments) -> list[tf.Tensor]:
-        """Return the losses of single outputs from the variables of their trackers.
-
-        The total of a tracker is the loss times the number of examples, its count that number.
-        """
+        """Return the loss of each output from the total and the count of its tracker."""
         logged = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
-        if self._reduction.is_own(self._training):  # then it is the mean of the micro-batch
-            return [loss * tf.cast(_part(arguments), loss.dtype) for loss in logged]
+        if self._reduction.is_own(self._training):  # a mean over the micro-batch, not a contribution
+            return [loss * tf.cast(_fraction(arguments), loss.dtype) for loss in logged]
         return logged
 
     def _sources(self, arguments: LossArguments) -> Sources:
-        """Return what the arguments depend on; a state may differ between micro-batches."""
+        """Return what the arguments depend on. States may differ between micro-batches."""
         pairs = zip(self._specs, arguments.outputs, strict=True)
         known = {tensor.ref(): spec.source for spec, output in pairs for tensor in tensors_of(output)}
         states = (*arguments.metric_states, *arguments.layer_states)
@@ -389,29 +383,29 @@ def _specs_of(variables: Sequence[Any]) -> list[tf.TensorSpec]:
     return [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
 
 
-def _part(arguments: LossArguments) -> tf.Tensor:
-    """Return the part of a micro-batch of the examples of the global batch, a float64 scalar."""
+def _fraction(arguments: LossArguments) -> tf.Tensor:
+    """Return the fraction of the global batch in the micro-batch, a float64 scalar."""
     return arguments.num_counted / arguments.num_examples
 
 
 def _gradient(shards: Sequence[tf.Tensor], gradients: Iterator[Any]) -> Any:
-    """Return the next gradient, of a sharded output a tuple; None for none."""
-    of_shards = [next(gradients) for _ in shards]
-    if all(gradient is None for gradient in of_shards):
+    """Return the gradient of the next output, or None; a tuple for several shards."""
+    shard_gradients = [next(gradients) for _ in shards]
+    if all(gradient is None for gradient in shard_gradients):
         return None
     dense = []
-    for shard, gradient in zip(shards, of_shards, strict=True):
+    for shard, gradient in zip(shards, shard_gradients, strict=True):
         with tf.device(shard.device):
             dense.append(tf.zeros_like(shard) if gradient is None else tf.convert_to_tensor(gradient))
     return tuple(dense) if len(dense) > 1 else dense[0]
 
 
 def _captured_weights(model: keras.Model, function: Any) -> list[Any]:
-    """Return the trained weights, or their shards, that a function captures instead of taking them as arguments."""
+    """Return the trained weights, or shards, that a function captures instead of taking them as arguments."""
     handles = {id(outer) for outer, _ in function.graph.captures if outer.dtype == tf.resource}
     return [
         shard
         for variable in model.trainable_variables
-        for shard in sharded_memory.lasting_pieces(variable)
+        for shard in sharded_memory.shards_of(variable)
         if any(id(handle) in handles for handle in sharded_memory.handles_of(variable))
     ]

@@ -1,11 +1,11 @@
-"""Compiled functions of a model's outputs, which may be in shards on several devices.
+"""Compiled functions of a model's outputs, which may be sharded over several devices.
 
     device 0   shard ─► cross-entropy ─┐
                                        ├─► loss
     device 1   shard ─► cross-entropy ─┘
 
-A call of a function would have all arguments and results on one device. So the operations of a function of sharded
-outputs become part of the graph that runs it.
+A function call has all arguments and results on one device. So functions of sharded outputs add their operations to the
+calling graph instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat.graphs import tf_function
-from tfpar.pipeline.stages.shards import argument, requested_device
+from tfpar.pipeline.stages.shards import copy_argument, requested_device
 from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
 
 
@@ -25,9 +25,9 @@ class OutputFunction:
     """A compiled function of a model's outputs.
 
     Args:
-        concrete: A concrete function of outputs, among other things.
+        concrete: A concrete function whose arguments include the outputs.
         outputs: A structure with the `ValueSpec` of each output.
-        devices: The device that runs it; then those of the other shards of outputs.
+        devices: The device of each shard of the outputs. The first runs unsharded operations.
     """
 
     def __init__(self, concrete: Any, outputs: Any, devices: Sequence[str]) -> None:
@@ -35,14 +35,10 @@ class OutputFunction:
         self._is_sharded = any(spec.is_sharded for spec in tf.nest.flatten(outputs))
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it without an order among stateful operations; control dependencies give the order.
-
-        Args:
-            *arguments: As it was traced with; None for those that are no tensors.
-        """
+        """Call the function. Control dependencies, not program order, determine the order of stateful operations."""
         if tf.executing_eagerly() or not self._is_sharded:
             return tf_function.unordered_call(self.concrete, *arguments)
-        on_shards = [argument(tensor, self._devices) for tensor in _flat(arguments) if tensor is not None]
+        on_shards = [copy_argument(tensor, self._devices) for tensor in _flat(arguments) if tensor is not None]
         known = {inner.ref(): tensor for inner, tensor in zip(self._inputs, on_shards, strict=True)}
         self._subgraph(known)
         traced = self.concrete.structured_outputs

@@ -1,1 +1,1 @@
-"""The assignment of a model's layer calls to stages."""
+"""The partition of a model's layer calls into stages."""

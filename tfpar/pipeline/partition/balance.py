@@ -1,10 +1,10 @@
-"""The number of layer calls of each stage: from their costs, from given sizes, or from layer names.
+"""The number of layer calls of each stage: from costs, from given sizes, or from layer names.
 
-The slowest stage limits the throughput of a pipeline, so the partition minimizes its cost. The optimum is exact,
-by bisection over the cost of the slowest stage with prefix sums:
+The slowest stage limits the throughput of a pipeline, so the partition minimizes its cost. Bisection over this cost
+finds the exact optimum:
 
     costs          4  1  1  1  1  4      greedy: each stage takes calls up to the bound
-    3 stages      |4||1  1  1  1||4|     3 stages suffice for bound 4 and not for bound 3, so 4 is optimal
+    3 stages      |4||1  1  1  1||4|     3 stages suffice for bound 4 but not for bound 3, so 4 is optimal
 
 Among the partitions with this bound, dynamic programming finds one with the fewest bytes across its cuts.
 """
@@ -30,32 +30,30 @@ def balance_layers(
     num_devices: int | None = None,
     names: Sequence[str] = (),
 ) -> list[int]:
-    """Partition a sequence of layer calls into consecutive stages, with the lowest cost of the slowest stage.
+    """Partition layer calls into consecutive stages so that the slowest stage is as fast as possible.
 
-    The optimum is exact, because costs are summed as integers. Among the optimal partitions the function returns one
-    with the fewest bytes across its cuts, and among these one with about equal stages. The result is deterministic. If
-    all costs are zero, each call counts as one.
+    The optimum is exact and deterministic. Among the optimal partitions, the function returns one with the fewest bytes
+    across its cuts, and among these one with balanced stages. If all costs are zero, each call counts as one.
 
-    The result never exceeds the memory limit. With one stage on each device it is still the optimum. With several
-    stages on a device it is the optimum if the partition without the limit obeys it, or if there are at most 20,000
-    partitions. Otherwise a local search moves one cut at a time from many starts; it can miss the optimum, and can
-    refuse a limit that is close to the minimum.
+    The result never exceeds the memory limit. With one stage on each device, it remains optimal. With several stages on
+    a device, it is optimal if the limit does not matter, or if there are at most 20,000 partitions. Otherwise a local
+    search moves one cut at a time; it can miss the optimum, and can refuse a limit that is close to the minimum.
 
     Args:
-        costs: Cost of each call in any unit: seconds, operations, parameters or bytes.
+        costs: Cost of each call in any unit, such as seconds or bytes.
         num_stages: Number of stages, from 1 to the number of calls.
         transfer_bytes: Bytes across a cut after each call except the last. Defaults to zeros.
-        memory_bytes: Memory of each call, needed with `memory_limit_bytes` only.
+        memory_bytes: Memory of each call. Required with `memory_limit_bytes`.
         memory_limit_bytes: Memory of each device. Defaults to no limit.
         num_devices: Number of devices. Stage s runs on device `s % num_devices`. Defaults to `num_stages`.
-        names: Names of the calls for error messages.
+        names: Names of the calls, for error messages.
 
     Returns:
-        The number of calls of each stage. Each is at least 1.
+        The number of calls of each stage, each at least 1.
 
     Raises:
-        ValueError: If there are more stages than calls, if a number is negative or not finite, or if no partition
-            within the memory limit is found.
+        ValueError: If there are more stages than calls, a number is negative or not finite, or no partition within the
+            memory limit is found.
 
     Example:
         >>> balance_layers([4, 1, 1, 1, 1, 4], num_stages=3)
@@ -86,10 +84,10 @@ def balance_layers(
 
 
 def from_sizes(sizes: Sequence[int], num_calls: int, num_stages: int) -> list[int]:
-    """Validate given numbers of layer calls of the stages.
+    """Validate the number of layer calls of each stage.
 
     Args:
-        sizes: Number of layer calls of each stage, in order.
+        sizes: Number of layer calls of each stage.
         num_calls: Number of layer calls of the model.
         num_stages: Number of stages of the pipeline.
 
@@ -121,28 +119,25 @@ def from_sizes(sizes: Sequence[int], num_calls: int, num_stages: int) -> list[in
                 f"balance must give each stage at least 1 layer call, received {size} for stage {stage} in "
                 f"{list(sizes)}; use fewer stages, or move a layer call to stage {stage}."
             )
-    if sum(sizes) != num_calls:
+    if missing := num_calls - sum(sizes):
         raise ValueError(
             f"balance must add up to the {num_calls} layer calls of the model, received {list(sizes)}, which adds up "
-            f"to {sum(sizes)}; {_too_many_or_few(num_calls - sum(sizes))}."
+            f"to {sum(sizes)}; {f'add {missing}' if missing > 0 else f'take {-missing} away'}."
         )
     return list(sizes)
 
 
 def from_names(cut_before: Sequence[str], names: Sequence[str], num_stages: int) -> list[int]:
-    """Return the number of layer calls of each stage, given the first call of each stage except stage 0.
+    """Return the number of layer calls of each stage from the names of the layers to cut before.
 
     Args:
-        cut_before: Names of the first calls of stages 1, 2, ..., in the order of the model.
-        names: Names of all layer calls, in order.
+        cut_before: Names of the first layer calls of stages 1, 2, ...
+        names: Names of all layer calls.
         num_stages: Number of stages of the pipeline.
 
-    Returns:
-        The number of layer calls of each stage.
-
     Raises:
-        ValueError: If a name is unknown, ambiguous, repeated, out of order or that of the first call, or if the number
-            of names is not `num_stages - 1`.
+        ValueError: If a name is unknown, ambiguous, repeated, out of order or that of the first call, or if there are
+            not `num_stages - 1` names.
 
     Example:
         >>> from_names(["block_2", "head"], ["embed", "block_1", "block_2", "block_3", "head"], num_stages=3)
@@ -172,10 +167,6 @@ def from_names(cut_before: Sequence[str], names: Sequence[str], num_stages: int)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _too_many_or_few(missing: int) -> str:
-    return f"add {missing}" if missing > 0 else f"take {-missing} away"
 
 
 def _position(name: str, names: Sequence[str]) -> int:
@@ -238,7 +229,7 @@ def _check_limit(memory_bytes: Sequence[float], limit_bytes: float, names: Seque
 
 
 def _check_device_memory(memory: Sequence[int], limit: int, num_stages: int, limit_bytes: float) -> None:
-    """Raise an error if the smallest partition found exceeds the limit; `memory` and `limit` are scaled integers."""
+    """Raise an error if the smallest partition exceeds the limit; `memory` and `limit` are scaled integers."""
     if max(memory) > limit:
         needed_bytes = math.ceil(Fraction(max(memory), limit) * Fraction(limit_bytes))
         raise ValueError(

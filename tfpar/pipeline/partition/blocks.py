@@ -1,4 +1,4 @@
-"""The blocks of a model with sharded weights: consecutive layer calls whose weights are on a device together."""
+"""Blocks of a model with sharded weights: consecutive layer calls whose weights are gathered together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ MAX_BLOCKS = 16
 
 
 def num_blocks(call_bytes: Sequence[int]) -> int:
-    """Return the number of blocks: the fewest with at most the weights of the largest call, or 1/16 of the model's.
+    """Return the number of blocks that bounds memory with the fewest messages.
 
-    A device holds the weights of two blocks at a time, and more blocks need more messages.
+    A device holds the weights of two blocks at a time. A block is limited to the largest layer call, or to 1/16 of the
+    model if that is more.
 
     Args:
-        call_bytes: The bytes of the weights of each layer call.
+        call_bytes: Bytes of the weights of each layer call.
 
     Example:
         >>> num_blocks([100, 0, 100, 0, 100]), num_blocks([10, 900, 10, 10, 10]), num_blocks([4] * 160)
@@ -23,11 +24,11 @@ def num_blocks(call_bytes: Sequence[int]) -> int:
 
 
 def blocks_within(call_bytes: Sequence[int], limit_bytes: int) -> list[int]:
-    """Return the number of layer calls of each block, where each takes as many as fit.
+    """Return the number of layer calls of each block, filling the blocks greedily.
 
     Args:
-        call_bytes: The bytes of the weights of each layer call, at least one.
-        limit_bytes: The most bytes of a block of several calls.
+        call_bytes: Bytes of the weights of each layer call; at least one entry.
+        limit_bytes: Maximum bytes of a block with several calls.
 
     Example:
         >>> blocks_within([100, 0, 100, 300, 50], 200)

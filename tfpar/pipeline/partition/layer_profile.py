@@ -1,4 +1,4 @@
-"""The profile of a model: seconds, floating-point operations, parameters and bytes of each layer call."""
+"""Profile of a model: seconds, floating-point operations, parameters and bytes of each layer call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfpar._compat.models import keras_model
 from tfpar._compat.random_numbers import random_state
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
-from tfpar.pipeline.partition.layer_settings import settings_of
+from tfpar.pipeline.partition.layer_settings import operation_settings
 from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.placement.owners import num_bytes
 from tfpar.reduction.gradients.gradient_addition import dense_part
@@ -28,18 +28,16 @@ _REPEATS = 3
 
 @dataclasses.dataclass(frozen=True)
 class CallCost:
-    """The costs of one layer call for one micro-batch.
-
-    A weight that several layer calls use counts for the first of them.
+    """The costs of one layer call for one micro-batch. Shared weights count for the first call that uses them.
 
     Args:
-        forward_seconds: Duration of its forward pass; 0 if not measured.
-        backward_seconds: Duration of its backward pass; 0 if not measured.
-        flops: Floating-point operations of its forward pass; 0 if not counted.
-        parameters: Number of elements of its weights.
-        weight_bytes: Bytes of its weights.
-        trainable_bytes: Bytes of its trainable weights.
-        activation_bytes: Bytes of its outputs.
+        forward_seconds: Duration of the forward pass; 0 if not measured.
+        backward_seconds: Duration of the backward pass; 0 if not measured.
+        flops: Floating-point operations of the forward pass; 0 if not counted.
+        parameters: Number of elements of the weights.
+        weight_bytes: Bytes of the weights.
+        trainable_bytes: Bytes of the trainable weights.
+        activation_bytes: Bytes of the outputs.
 
     Example:
         >>> CallCost(0.001, 0.002, 0.0, parameters=40, weight_bytes=160, trainable_bytes=160, activation_bytes=256)
@@ -61,19 +59,19 @@ def measure(
 ) -> list[CallCost]:
     """Measure the costs of each layer call of a model.
 
-    Layer calls of the same class, settings and shapes are measured once. The function copies the weights of one layer
-    call at a time to the device, also weights without allocated memory, so the model may be larger than the device.
+    Layer calls with equal settings and shapes are measured once. The weights of one layer call at a time are copied to
+    the device, so the model may be larger than its memory.
 
     Args:
         graph: The model.
-        inputs: The flat inputs of the model, `[examples, ...]` each, with at least one example.
-        microbatch_size: Number of examples of a micro-batch.
-        device: Device of the measurement.
-        times: Whether to measure seconds, as the minimum of three runs of a compiled function.
+        inputs: Flat inputs of the model, `[examples, ...]` each, with at least one example.
+        microbatch_size: Number of examples in a micro-batch.
+        device: Device to measure on.
+        times: Whether to measure seconds, the minimum of three runs of a compiled function.
         flops: Whether to count floating-point operations.
 
     Returns:
-        One entry for each layer call, in the order of the graph.
+        The costs of each layer call, in the order of the graph.
 
     Example:
         >>> graph = model_graph.trace(keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)]))
@@ -114,9 +112,9 @@ def _measure_call(
 
     Args:
         call: The layer call.
-        values: The tensors of its inputs.
-        measured: The costs of the layer calls so far.
-        empty: The seconds of an empty function, which are subtracted; None for no seconds.
+        values: Tensors by value, including the inputs of the call.
+        measured: Cache of the costs of layer calls.
+        empty: Seconds of an empty function, which are subtracted; None to measure no seconds.
         flops: Whether to count floating-point operations.
     """
     variables = [(variable, tf.identity(variable.value)) for variable in call.variables]
@@ -126,7 +124,7 @@ def _measure_call(
             compiled = _CompiledCall(call, values, variables)
             seconds = compiled.seconds() if empty else (0.0, 0.0)
             forward, backward = (
-                max(0.0, one - of_call) for one, of_call in zip(seconds, empty or (0.0, 0.0), strict=True)
+                max(0.0, total - overhead) for total, overhead in zip(seconds, empty or (0.0, 0.0), strict=True)
             )
             measured[key] = forward, backward, compiled.flops() if flops else 0.0
     with tf_tapes.replaced(variables):
@@ -135,19 +133,19 @@ def _measure_call(
 
 
 class _CompiledCall:
-    """A layer call as a function that TensorFlow compiles once, as in a step."""
+    """A layer call as a compiled function, as in a step."""
 
     def __init__(self, call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> None:
         self._inputs = [values[value] for value in call.inputs]
         self._weights = [tensor for _, tensor in variables]
         trained = [tensor for variable, tensor in variables if variable.trainable]
-        self._sources = [dense_part(one) for one in [*self._inputs, *trained] if one.dtype.is_floating]
+        self._sources = [dense_part(tensor) for tensor in [*self._inputs, *trained] if tensor.dtype.is_floating]
         masks = [keras_model.mask_of(tensor) for tensor in self._inputs]
 
         def forward(inputs: Sequence[Any], weights: Sequence[tf.Tensor]) -> list[Any]:
             masked = map(keras_model.with_mask, inputs, masks)
             tensors = dict(zip(call.inputs, masked, strict=True))
-            pairs = [(variable, one) for (variable, _), one in zip(variables, weights, strict=True)]
+            pairs = [(variable, weight) for (variable, _), weight in zip(variables, weights, strict=True)]
             with tf_tapes.replaced(pairs):
                 model_graph.run([call], tensors, training=True)
             return [tensors[value] for value in call.outputs]
@@ -155,7 +153,7 @@ class _CompiledCall:
         self._forward = tf.function(forward, autograph=False)
 
     def seconds(self) -> tuple[float, float]:
-        """Return the seconds of the forward and of the backward pass, with those of an empty function."""
+        """Return the seconds of the forward and backward pass, including the overhead of a call."""
         return _shortest(functools.partial(self._forward, self._inputs, self._weights), self._sources)
 
     def flops(self) -> float:
@@ -165,13 +163,13 @@ class _CompiledCall:
 
 
 def _empty_seconds() -> tuple[float, float]:
-    """Return the seconds of the call of a function without operations and of its gradient, and of the wait for GPUs."""
-    one, nothing = tf.zeros([]), tf.function(tf.identity, autograph=False)
-    return _shortest(lambda: [nothing(one)], [one])
+    """Return the overhead of a call and of its gradient, measured with a function without operations."""
+    scalar, identity = tf.zeros([]), tf.function(tf.identity, autograph=False)
+    return _shortest(lambda: [identity(scalar)], [scalar])
 
 
 def _shortest(run: Callable[[], Sequence[Any]], sources: Sequence[tf.Tensor]) -> tuple[float, float]:
-    """Return the fewest seconds of a function and of its gradient, without the first run, which compiles both."""
+    """Return the minimum seconds of a function and of its gradient, without the first run, which compiles both."""
     runs = [_timed(run, sources) for _ in range(_REPEATS + 1)][1:]
     return min(forward for forward, _ in runs), min(backward for _, backward in runs)
 
@@ -183,13 +181,13 @@ def _timed(run: Callable[[], Sequence[Any]], sources: Sequence[tf.Tensor]) -> tu
         outputs = run()
     wait_for_gpus()
     forward_end = time.perf_counter()
-    tape.gradient([dense_part(one) for one in outputs if one.dtype.is_floating], sources)
+    tape.gradient([dense_part(output) for output in outputs if output.dtype.is_floating], sources)
     wait_for_gpus()
     return forward_end - start, time.perf_counter() - forward_end
 
 
 def wait_for_gpus() -> None:
-    """Wait for the operations on GPUs, which run asynchronously.
+    """Wait until the operations on GPUs, which run asynchronously, have ended.
 
     Example:
         >>> wait_for_gpus()
@@ -202,7 +200,7 @@ def _cost_key(call: Call, values: dict[Value, Any]) -> Any:
     """Return a key that is equal for layer calls of equal cost."""
     shapes = [(tuple(values[value].shape), values[value].dtype.name) for value in call.inputs]
     constants = [leaf for leaf in keras.tree.flatten((call.args, dict(call.kwargs))) if not isinstance(leaf, Value)]
-    return settings_of(call.operation), repr(shapes), repr(constants)
+    return operation_settings(call.operation), repr(shapes), repr(constants)
 
 
 def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size: int, seen: set[int]) -> CallCost:
@@ -211,7 +209,7 @@ def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size
     sizes = [(variable, num_bytes(variable)) for variable in first_used]
     return CallCost(
         *measured,
-        parameters=sum(_size(variable.shape) for variable in first_used),
+        parameters=sum(math.prod(variable.shape) for variable in first_used),
         weight_bytes=sum(size for _, size in sizes),
         trainable_bytes=sum(size for variable, size in sizes if variable.trainable),
         activation_bytes=microbatch_size * sum(bytes_per_example(value) for value in call.outputs),
@@ -219,11 +217,11 @@ def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size
 
 
 def update_trainable_bytes(graph: Graph, costs: Sequence[CallCost]) -> list[CallCost]:
-    """Return the costs of a model after a change of its trainable weights, without another measurement.
+    """Update the costs of a model after a change of its trainable weights, without measuring again.
 
     Args:
         graph: The model.
-        costs: The costs of its layer calls, from `measure`.
+        costs: The result of `measure`.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
@@ -240,12 +238,8 @@ def update_trainable_bytes(graph: Graph, costs: Sequence[CallCost]) -> list[Call
     ]
 
 
-def _size(shape: Sequence[int | None]) -> int:
-    return math.prod(size or 1 for size in shape)
-
-
 def _repeated_to_size(tensor: Any, num_examples: int) -> Any:
-    """Return `num_examples` examples, the given ones repeated in their order."""
+    """Repeat the examples of a tensor until there are `num_examples`."""
     if isinstance(tensor, tf.SparseTensor):
         repeated = [tensor] * -(-num_examples // int(data.num_rows(tensor)))
         return data.take_rows(data.join_batches(repeated), 0, num_examples)

@@ -1,8 +1,7 @@
-"""The settings of layer calls: those of equal cost are measured once, and stages of equal calls are compiled once.
+"""Settings of layer calls, to measure equal calls once and to compile stages of equal calls once.
 
-The configuration of a layer does not hold all of them: a subclass of `Dense` with one more argument has the
-configuration of `Dense`, unless it overrides `get_config`, and a function has its name alone. So the attributes of
-layers that are not Keras' own are compared, and functions by their identity.
+`get_config` does not contain all settings: a custom subclass may not override it, and functions appear by name only. So
+custom layers are compared by their attributes, and functions by their identity.
 """
 
 from __future__ import annotations
@@ -21,35 +20,34 @@ from tfpar._compat.models.keras_model import all_layers, is_of_keras
 from tfpar.pipeline.graph.ir import Call, Value
 
 
-def settings_of(operation: keras.Operation, with_trainable: bool = True) -> Hashable:
-    """Return a value that is equal for operations with the same settings, whatever their names and weights.
+def operation_settings(operation: keras.Operation, with_trainable: bool = True) -> Hashable:
+    """Return a key that is equal for operations with the same settings, regardless of names and weights.
 
     Args:
-        operation: A layer, or another operation of a model. It must exist as long as the value.
+        operation: A layer, or another operation of a model. It must exist as long as the key.
         with_trainable: Whether `trainable` is one of the settings.
 
     Example:
-        >>> same, other = keras.layers.Dense(4), keras.layers.Dense(8)
-        >>> settings_of(same) == settings_of(keras.layers.Dense(4)), settings_of(same) == settings_of(other)
-        (True, False)
+        >>> operation_settings(keras.layers.Dense(4)) == operation_settings(keras.layers.Dense(4))
+        True
     """
     return _Settings(with_trainable).of_operation(operation, frozenset())
 
 
-def settings_of_calls(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashable:
-    """Return a value that is equal for layer calls that compute the same, whatever their names and weights.
+def call_settings(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashable:
+    """Return a key that is equal for layer calls that compute the same, regardless of names and weights.
 
-    Equal calls are connected in the same way, and share layers and weights in the same way.
+    Equal calls also have the same connections, and share layers and weights in the same way.
 
     Args:
-        calls: Layer calls in order. They must exist as long as the value.
-        inputs: The values that they take from others.
+        calls: Layer calls in order. They must exist as long as the key.
+        inputs: The values that they read from earlier calls.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
         >>> layers = [keras.layers.Dense(width) for width in (4, 4, 8)]
         >>> calls = trace(keras.Sequential([keras.Input((4,)), *layers])).calls
-        >>> first, same, other = (settings_of_calls([call], call.inputs) for call in calls)
+        >>> first, same, other = (call_settings([call], call.inputs) for call in calls)
         >>> first == same, first == other
         (True, False)
     """
@@ -74,17 +72,17 @@ def settings_of_calls(calls: Sequence[Call], inputs: Sequence[Value]) -> Hashabl
     return tuple(map(numbered, inputs)), tuple(map(of_call, calls))
 
 
-def settings_of_model(model: keras.Model) -> Hashable:
-    """Return a value that changes with the attributes of a model of the user's class, apart from its compilation."""
+def model_settings(model: keras.Model) -> Hashable:
+    """Return a key that changes with the attributes of a custom model, except those set by `compile`."""
     if is_of_keras(type(model)):
         return None
     return _Settings(with_trainable=False).of_attributes(model, _names_of_models(), frozenset())
 
 
 def _has_own_function(layer: keras.Layer) -> bool:
-    """Return whether a layer of Keras was given a function of the user, which `get_config` may be unable to return."""
-    given = [value for name, value in vars(layer).items() if name not in _names_of_layers()]
-    return any(callable(value) and not is_of_keras(value) for value in given)
+    """Return whether a Keras layer has a custom function, which `get_config` cannot represent."""
+    own = [value for name, value in vars(layer).items() if name not in _names_of_layers()]
+    return any(callable(value) and not is_of_keras(value) for value in own)
 
 
 @functools.cache
@@ -99,7 +97,7 @@ def _names_of_operations() -> frozenset[str]:
 
 @functools.cache
 def _names_of_models() -> frozenset[str]:
-    """Return the attributes of any model: those of its compilation, of `fit` and of `evaluate` too."""
+    """Return the names of the attributes that every compiled model has after `fit` and `evaluate`."""
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     set_later = {"history", "stop_training", "stop_evaluating", "stop_predicting"}
@@ -107,24 +105,20 @@ def _names_of_models() -> frozenset[str]:
 
 
 def _without_trainable(settings: Any) -> Any:
-    """Return the configuration of a layer without `trainable`, in layers that it holds too."""
+    """Remove `trainable` from the configuration of a layer and of its inner layers."""
     if isinstance(settings, Mapping):
         return {key: _without_trainable(value) for key, value in settings.items() if key != "trainable"}
     return list(map(_without_trainable, settings)) if isinstance(settings, list | tuple) else settings
 
 
 class _Settings:
-    """The settings in operations and in the values of their attributes.
-
-    Args:
-        with_trainable: Whether `trainable` is one of them.
-    """
+    """Collects the settings of operations and of the values of their attributes."""
 
     def __init__(self, with_trainable: bool) -> None:
         self._with_trainable = with_trainable
 
     def of_operation(self, operation: keras.Operation, above: frozenset[int]) -> Hashable:
-        """Return those of an operation in the objects `above`."""
+        """Return the settings of an operation; `above` are the ids of the objects that contain it."""
         kind = type(operation)
         if not isinstance(operation, keras.Layer):
             return kind, self.of_attributes(operation, _names_of_operations(), above)
@@ -137,18 +131,13 @@ class _Settings:
         return kind, policy, self.of_attributes(operation, others, above)
 
     def of_attributes(self, operation: keras.Operation, others: frozenset[str], above: frozenset[int]) -> Hashable:
-        """Return those of the attributes of an operation, without some `others`, and TensorFlow's own."""
+        """Return the settings in the attributes of an operation, except those named in `others`."""
         own = {name: value for name, value in vars(operation).items() if name not in others}
         own = {name: value for name, value in own.items() if not name.startswith(("_self_", "_tfpar_"))}
         return self.of_value(own, above | {id(operation)})
 
     def of_value(self, value: Any, above: frozenset[int]) -> Hashable:
-        """Return the settings in a value of an attribute; the identity of what is unknown.
-
-        Args:
-            value: The value.
-            above: The identities of the objects that contain it.
-        """
+        """Return the settings in the value of an attribute; for unknown types its identity."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             return type(value), value
         if id(value) in above:
@@ -162,7 +151,7 @@ class _Settings:
             return frozenset(self.of_value(item, above) for item in value)
         if isinstance(value, keras.Variable):
             return tuple(value.shape), value.dtype, self._with_trainable and value.trainable
-        if tf.is_tensor(value) and tf.is_symbolic_tensor(value):  # a layer keeps a tensor of its call
+        if tf.is_tensor(value) and tf.is_symbolic_tensor(value):  # a tensor that `call` assigned
             return value.shape.rank, value.dtype
         if isinstance(value, np.ndarray | tf.Tensor):
             array = np.asarray(value)
@@ -170,6 +159,6 @@ class _Settings:
         if isinstance(value, keras.Operation):
             return self.of_operation(value, above)
         if is_of_keras(type(value)) and hasattr(value, "get_config"):
-            with contextlib.suppress(NotImplementedError):  # not every class of Keras has a configuration
+            with contextlib.suppress(NotImplementedError):  # some Keras classes have no configuration
                 return type(value), repr(value.get_config())
         return id(value)

@@ -1,10 +1,10 @@
-"""The minimax partition of a sequence of calls: the cuts with the lowest cost of the slowest stage.
+"""Minimax partition of a sequence of calls: the cuts that minimize the cost of the slowest stage.
 
     position   0   1   2   3   4   5
                | a | b | c | d | e |        cuts [0, 2, 5]: stage 0 is a and b, stage 1 is c, d and e
 
-A stage lies between two positions, so its cost is the difference of two prefix sums. The sums are integers: sums of
-floats depend on their order, so that stages of equal cost would differ in rounding.
+A stage lies between two positions, so its cost is the difference of two prefix sums. The sums are integers, because
+rounding would make stages of equal cost differ.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _Key = tuple[int, int, int, int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class PrefixSums:
-    """Sums over the calls before each position from 0 to `num_calls`, and the transfer across a cut there.
+    """Sums over the calls before each position from 0 to `num_calls`.
 
     Args:
         cost: Sum of the costs of the calls before each position.
         memory: Sum of their memory.
-        transfer: Size of the transfer across a cut at each position; 0 at both ends.
+        transfer: Size of the transfer across a cut at each position (not a sum); 0 at both ends.
 
     Example:
         >>> PrefixSums(cost=prefix_sums([3, 1, 2]), memory=[0, 0, 0, 0], transfer=[0, 5, 5, 0]).num_calls
@@ -43,15 +43,12 @@ class PrefixSums:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls between the first and the last position."""
+        """The number of calls."""
         return len(self.cost) - 1
 
 
 def to_integers(values: Sequence[float]) -> list[int]:
-    """Return integers in the exact proportions of the values.
-
-    Args:
-        values: Finite numbers.
+    """Scale finite numbers to integers in exactly the same proportions.
 
     Example:
         >>> to_integers([0.5, 2, 0.25])
@@ -64,9 +61,6 @@ def to_integers(values: Sequence[float]) -> list[int]:
 
 def prefix_sums(values: Sequence[int]) -> list[int]:
     """Return the sums of the first 0, 1, 2, ... values.
-
-    Args:
-        values: Integers.
 
     Example:
         >>> prefix_sums([3, 1, 2])
@@ -92,7 +86,7 @@ def device_memory(memory: list[int], cuts: Sequence[int], num_devices: int) -> l
 
 
 def solve(sums: PrefixSums, num_stages: int, num_devices: int, limit: int | None) -> list[int]:
-    """Find the cuts with the lowest cost of the slowest stage.
+    """Find the cuts that minimize the cost of the slowest stage.
 
     Args:
         sums: Prefix sums over the calls.
@@ -101,8 +95,8 @@ def solve(sums: PrefixSums, num_stages: int, num_devices: int, limit: int | None
         limit: Memory of a device in the unit of `sums.memory`; None for no limit.
 
     Returns:
-        The positions of the cuts, from 0 to the number of calls. If no cuts within the limit are found, those with the
-        smallest excess.
+        The positions of the cuts, from 0 to the number of calls. If none within the limit are found, those that exceed
+        it least.
 
     Example:
         >>> costs = prefix_sums([4, 1, 1, 1, 1, 4])
@@ -116,7 +110,7 @@ def solve(sums: PrefixSums, num_stages: int, num_devices: int, limit: int | None
         costs = [sums.cost[end] - sums.cost[begin] for begin, end in itertools.pairwise(cuts)]
         transfer = sum(sums.transfer[cut] for cut in cuts)
         sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
-        # The sum of squares falls with each move from a full device to a neighbour, even if the maximum does not.
+        # Moving a call off a full device reduces the sum of squares, even if it does not reduce the maximum.
         return max(excess), _squares(excess), max(costs), transfer, _squares(costs), _squares(sizes)
 
     best = _solve_with_stage_limit(sums, num_stages, limit)
@@ -138,7 +132,7 @@ def _squares(values: Sequence[int]) -> int:
 
 
 def _random_cuts(num_calls: int, num_stages: int) -> list[list[int]]:
-    """Return random starting points of the local search, always the same; fewer for longer sequences of calls."""
+    """Return reproducible random starting points of the local search; fewer for more calls."""
     generator = random.Random(0)
     count = LOCAL_SEARCH_BUDGET // num_calls
     return [[0, *sorted(generator.sample(range(1, num_calls), num_stages - 1)), num_calls] for _ in range(count)]
@@ -159,7 +153,7 @@ def _local_search(cuts: list[int], key: Callable[[Sequence[int]], _Key]) -> list
 
 
 def _solve_with_stage_limit(sums: PrefixSums, num_stages: int, limit: int) -> list[int] | None:
-    """Return the best cuts with at most `limit` of memory on each stage, or None if there are none."""
+    """Return the best cuts with at most `limit` memory on each stage, or None if there are none."""
     low, high = 0, sums.cost[-1]
     if not _fits(sums, high, limit, num_stages):
         return None
@@ -175,7 +169,7 @@ def _solve_with_stage_limit(sums: PrefixSums, num_stages: int, limit: int) -> li
 def _fits(sums: PrefixSums, bound: int, limit: int, num_stages: int) -> bool:
     """Return whether `num_stages` stages within `bound` and `limit` suffice.
 
-    Greedy: each stage takes as many calls as it can. If fewer stages suffice, further cuts make no stage larger.
+    Each stage takes as many calls as fit. If fewer stages suffice, additional cuts make no stage larger.
     """
     position = 0
     for _ in range(num_stages):
@@ -186,7 +180,7 @@ def _fits(sums: PrefixSums, bound: int, limit: int, num_stages: int) -> bool:
 
 
 def _least_transfer(sums: PrefixSums, bound: int, limit: int, num_stages: int) -> list[int]:
-    """Return the cuts with the smallest transfers, among all with stages within `bound` and `limit`."""
+    """Return the cuts with the smallest transfers among those with all stages within `bound` and `limit`."""
     # For each end of a stage, the earliest begin within the bound and the limit.
     first_begins = [
         max(bisect.bisect_left(sums.cost, cost - bound), bisect.bisect_left(sums.memory, memory - limit))
@@ -200,7 +194,7 @@ def _least_transfer(sums: PrefixSums, bound: int, limit: int, num_stages: int) -
 
 
 def _add_stage(previous: list[int | None], transfer: list[int], first_begins: list[int]) -> list[int | None]:
-    """Return the next row of the table, as sliding-window minima: in time linear in the number of calls."""
+    """Return the next row of the table in linear time, as sliding-window minima."""
     row: list[int | None] = [None]
     candidates: collections.deque[tuple[int, int]] = collections.deque()  # ascending in transfer and in position
     for end in range(1, len(previous)):
@@ -217,7 +211,7 @@ def _add_stage(previous: list[int | None], transfer: list[int], first_begins: li
 
 
 def _backtrack(sums: PrefixSums, least: list[list[int | None]], first_begins: list[int]) -> list[int]:
-    """Read optimal cuts from the table, from the last to the first; each is the middle one of the optimal choices."""
+    """Read optimal cuts from the table, from last to first. Of several optimal cuts, take the middle one."""
     cuts = [sums.num_calls]
     for stage in range(len(least) - 1, 0, -1):
         end = cuts[-1]

@@ -1,4 +1,4 @@
-"""The partition of a model into stages, for a balance and the costs of its layer calls."""
+"""Partition of a model into stages, by the costs of its layer calls or as the user lists them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Partition:
 
     Args:
         graph: The layer calls of the model.
-        stages: The stages, each of consecutive layer calls.
+        stages: The stages, in order.
         costs: The cost of each layer call, in the order of the graph.
     """
 
@@ -41,37 +41,28 @@ class Partition:
     def cut_values(self) -> list[tuple[Value, ...]]:
         """The values that cross the cut after each stage except the last."""
         ends = itertools.accumulate(len(stage.calls) for stage in self.stages[:-1])
-        of_every_cut = cut_values(self.graph)
-        return [of_every_cut[end - 1] for end in ends]
+        possible_cuts = cut_values(self.graph)
+        return [possible_cuts[end - 1] for end in ends]
 
     def with_sizes(self, sizes: Sequence[int]) -> Partition:
-        """Return the same layer calls in stages of other sizes.
-
-        Args:
-            sizes: The number of layer calls of each stage.
-        """
+        """Return the same layer calls in stages with other numbers of calls."""
         return Partition(self.graph, split_graph(self.graph, sizes), self.costs)
 
     def device_bytes(self, memory: MemoryNeeds, num_devices: int) -> list[int]:
-        """Return the estimate of the memory of each device.
-
-        Args:
-            memory: The needs of the layer calls.
-            num_devices: Number of devices. Stage s runs on device `s % num_devices`.
-        """
+        """Estimate the memory of each device; stage s runs on device `s % num_devices`."""
         stage_bytes = [sum(map(memory.call_bytes, costs)) for costs in self.stage_costs]
         return [sum(stage_bytes[device::num_devices]) for device in range(num_devices)]
 
 
 def check_balance(balance: Any, num_stages: int) -> None:
-    """Raise an error if a balance is invalid for any model.
+    """Raise an error if a balance is invalid for every model.
 
     Args:
         balance: The argument of `tfpar.Pipeline`.
         num_stages: Number of stages.
 
     Raises:
-        ValueError: If it is not a measure, one number for each stage, or one name for each stage except stage 0.
+        ValueError: If it is neither a measure, nor a number for each stage, nor a name for each stage except stage 0.
 
     Example:
         >>> check_balance([3, 2], num_stages=2)
@@ -96,12 +87,12 @@ def check_balance(balance: Any, num_stages: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryNeeds:
-    """An estimate of the memory of training, from the costs of the layer calls.
+    """Estimates the memory of training from the costs of layer calls.
 
     Args:
         limit_bytes: Memory of a device; None for no limit.
-        slots_per_weight: Number of optimizer variables of the size of a weight, for each weight.
-        num_activations: Largest number of micro-batches in flight on a stage.
+        slots_per_weight: Number of optimizer variables for each weight.
+        num_activations: Maximum number of micro-batches in flight on a stage.
 
     Example:
         >>> cost = CallCost(0.0, 0.0, 0.0, parameters=40, weight_bytes=160, trainable_bytes=160, activation_bytes=64)
@@ -114,19 +105,11 @@ class MemoryNeeds:
     num_activations: int
 
     def call_bytes(self, cost: CallCost) -> int:
-        """Return the bytes of a layer call: weights, gradients, optimizer state and activations.
-
-        Args:
-            cost: The costs of the layer call.
-        """
+        """Return the bytes of a layer call: weights, gradients, optimizer state and activations."""
         return self.fixed_bytes([cost]) + self.num_activations * cost.activation_bytes
 
     def fixed_bytes(self, costs: Sequence[CallCost]) -> int:
-        """Return the bytes of weights, gradients and optimizer state.
-
-        Args:
-            costs: The costs of some layer calls.
-        """
+        """Return the bytes of weights, gradients and optimizer state of several layer calls."""
         return sum(cost.weight_bytes + (1 + self.slots_per_weight) * cost.trainable_bytes for cost in costs)
 
 
@@ -147,11 +130,8 @@ def partition_model(
         num_stages: Number of stages.
         num_devices: Number of devices. Stage s runs on device `s % num_devices`.
         costs: The cost of each layer call.
-        microbatch_size: Number of examples of a micro-batch.
+        microbatch_size: Number of examples in a micro-batch.
         memory: The estimate of the memory, with its limit.
-
-    Returns:
-        The stages with their costs.
 
     Raises:
         ValueError: If there are more stages than layer calls, a name does not exist, or the limit is too small.

@@ -1,4 +1,4 @@
-"""The bytes that the machines of a grid of replicas and stages exchange in a step."""
+"""Bytes that workers exchange in a step of a grid of replicas and stages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import tensorflow as tf
 from tfpar import cluster
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.graph.ir import Graph, Value
-from tfpar.pipeline.partition.stages import Stage, bytes_per_example, owner_of, users_of
-from tfpar.placement.owners import homes, num_bytes
+from tfpar.pipeline.partition.stages import Stage, bytes_per_example, variable_owners, variable_readers
+from tfpar.placement.owners import num_bytes, placements
 
 
 class Traffic(NamedTuple):
-    """Bytes from one machine to another in a step.
+    """Bytes that workers exchange in a step.
 
     Args:
-        activation_bytes: Inputs of the model, activations and their gradients.
-        gradient_bytes: Gradients of weights on their way to the device of the weight, and copies of the new weights.
+        activation_bytes: Model inputs, activations and their gradients.
+        gradient_bytes: Weight gradients sent to the device of the weight, and updated weights sent back.
     """
 
     activation_bytes: int
@@ -28,60 +28,60 @@ class Traffic(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
+        """The sum of both."""
         return self.activation_bytes + self.gradient_bytes
 
 
 class Grid(NamedTuple):
-    """The devices of the stages of a model.
+    """An assignment of stages to devices.
 
     Args:
         devices: The device of each stage, for each replica.
-        traffic: The bytes between machines in a step.
+        traffic: The bytes between workers in a step.
     """
 
     devices: list[list[str]]
     traffic: Traffic
 
 
-def by_traffic(
+def sort_by_traffic(
     model: keras.Model,
     graph: Graph,
     stages: Sequence[Stage],
     grids: Sequence[list[list[str]]],
     num_examples: int,
 ) -> list[Grid]:
-    """Return grids, that of the fewest bytes between machines first.
+    """Sort assignments of stages to devices by their bytes between workers, the fewest first.
 
     Args:
         model: The model.
         graph: Its layer calls.
         stages: Its stages.
-        grids: For each grid the device of each stage, for each replica.
-        num_examples: Number of examples of a global batch.
+        grids: For each assignment, the device of each stage for each replica.
+        num_examples: Number of examples in a global batch.
     """
-    found = [Grid(grid, traffic(model, graph, stages, grid, num_examples)) for grid in grids]
-    return sorted(found, key=lambda one: one.traffic.total_bytes)
+    measured = [Grid(devices, traffic(model, graph, stages, devices, num_examples)) for devices in grids]
+    return sorted(measured, key=lambda grid: grid.traffic.total_bytes)
 
 
 def describe_traffic(grids: Sequence[Grid]) -> str | None:
-    """Say how much the machines of a grid exchange in a step; None for nothing.
+    """Describe the bytes between workers of the best grid; None if there are none.
 
     Args:
-        grids: The grid, and others that it was preferred to.
+        grids: The result of `sort_by_traffic`.
 
     Example:
-        >>> one, other = Traffic(2_000_000, 500_000), Traffic(0, 12_000_000)
-        >>> print(describe_traffic([Grid([], one), Grid([], other)]).partition(";")[0])
+        >>> best, second = Traffic(2_000_000, 500_000), Traffic(0, 12_000_000)
+        >>> print(describe_traffic([Grid([], best), Grid([], second)]).partition(";")[0])
         2.50 MB a step between workers (activations 2.00, gradients and weights 0.500
     """
-    chosen, *others = (grid.traffic for grid in grids)
-    if not any(one.total_bytes for one in (chosen, *others)):
+    best, *others = (grid.traffic for grid in grids)
+    if not any(other.total_bytes for other in (best, *others)):
         return None
-    other = f"; {_megabytes(others[0].total_bytes)} MB with the devices in another order" if others else ""
+    comparison = f"; {_megabytes(others[0].total_bytes)} MB with the devices in another order" if others else ""
     return (
-        f"{_megabytes(chosen.total_bytes)} MB a step between workers (activations "
-        f"{_megabytes(chosen.activation_bytes)}, gradients and weights {_megabytes(chosen.gradient_bytes)}{other})"
+        f"{_megabytes(best.total_bytes)} MB a step between workers (activations "
+        f"{_megabytes(best.activation_bytes)}, gradients and weights {_megabytes(best.gradient_bytes)}{comparison})"
     )
 
 
@@ -92,14 +92,14 @@ def _megabytes(number: int) -> str:
 def traffic(
     model: keras.Model, graph: Graph, stages: Sequence[Stage], devices: Sequence[Sequence[str]], num_examples: int
 ) -> Traffic:
-    """Return the bytes between machines in a step of a grid. The first machine reads the data.
+    """Return the bytes between workers in a step. The first worker reads the data.
 
     Args:
         model: The model.
         graph: Its layer calls.
         stages: Its stages.
         devices: The device of each stage, for each replica.
-        num_examples: Number of examples of a global batch.
+        num_examples: Number of examples in a global batch.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -109,42 +109,45 @@ def traffic(
         >>> traffic(model, graph, split_graph(graph, [1, 1]), [machines], num_examples=10)  # 10 x 8 float32, and back
         Traffic(activation_bytes=640, gradient_bytes=0)
     """
-    machines = [[_machine(device) for device in of_one] for of_one in devices]
-    if {machine for of_one in machines for machine in of_one} == {"0"}:
+    workers = [list(map(_worker, names)) for names in devices]
+    if {worker for ranks in workers for worker in ranks} == {"0"}:
         return Traffic(0, 0)
     per_example = sum(
-        _activation_bytes(graph, stages, of_one, names) for of_one, names in zip(machines, devices, strict=True)
+        _activation_bytes(graph, stages, ranks, names) for ranks, names in zip(workers, devices, strict=True)
     )
-    return Traffic(per_example * num_examples // len(devices), _gradient_bytes(model, stages, machines))
+    return Traffic(per_example * num_examples // len(devices), _gradient_bytes(model, stages, workers))
 
 
-def _machine(device: str) -> str:
+def _worker(device: str) -> str:
     rank, is_of_worker, _ = cluster.short_name(device).partition("/")
     return rank if is_of_worker else "0"
 
 
-def _activation_bytes(graph: Graph, stages: Sequence[Stage], machines: Sequence[str], devices: Sequence[str]) -> int:
-    """Return the bytes of one example between the machines of a replica; a device receives a value once."""
-    producers = {value: machines[stage.index] for stage in reversed(stages) for value in stage.outputs}
+def _activation_bytes(graph: Graph, stages: Sequence[Stage], workers: Sequence[str], devices: Sequence[str]) -> int:
+    """Return the bytes of one example between the workers of a replica. Each device receives a value once."""
+    producers = {value: workers[stage.index] for stage in reversed(stages) for value in stage.outputs}
     sent: dict[tuple[Value, str], int] = {}
     for stage in stages:
         for value in stage.inputs:
             is_input = value in graph.inputs
             source = "0" if is_input else producers[value]
-            ways = 1 if is_input or not tf.as_dtype(value.dtype).is_floating else 2
-            if source != machines[stage.index]:
-                sent[value, devices[stage.index]] = ways * bytes_per_example(value)
+            num_directions = 1 if is_input or not tf.as_dtype(value.dtype).is_floating else 2
+            if source != workers[stage.index]:
+                sent[value, devices[stage.index]] = num_directions * bytes_per_example(value)
     return sum(sent.values())
 
 
-def _gradient_bytes(model: keras.Model, stages: Sequence[Stage], machines: Sequence[Sequence[str]]) -> int:
-    """Return the bytes of gradients and of copied weights between machines."""
-    home_of, users = homes(model, owner_of(stages, model.variables), len(machines)), users_of(stages)
+def _gradient_bytes(model: keras.Model, stages: Sequence[Stage], workers: Sequence[Sequence[str]]) -> int:
+    """Return the bytes of gradients and of copied weights between workers."""
+    owners, readers = (
+        placements(model, variable_owners(stages, model.variables), len(workers)),
+        variable_readers(stages),
+    )
     trained = set(map(id, model.trainable_variables))
     total = 0
     for variable in model.variables:
-        replica, stage = home_of[id(variable)]
-        readers = [of_one[user] for of_one in machines for user in users.get(id(variable), ())]
-        num_away = sum(reader != machines[replica][stage] for reader in readers)
-        total += num_away * num_bytes(variable) * (2 if id(variable) in trained else 1)
+        replica, stage = owners[id(variable)]
+        reading = [ranks[reader] for ranks in workers for reader in readers.get(id(variable), ())]
+        num_remote = sum(worker != workers[replica][stage] for worker in reading)
+        total += num_remote * num_bytes(variable) * (2 if id(variable) in trained else 1)
     return total

@@ -1,4 +1,4 @@
-"""Schedules: the order of the forward and backward passes on each device of a pipeline; pure Python."""
+"""Pipeline schedules: the order of forward and backward passes on each device. Pure Python."""
 
 from tfpar.pipeline.schedule.actions import Action, Kind, Schedule, parse
 from tfpar.pipeline.schedule.factory import NAMES, limit_stages, make, on_one_device

@@ -1,4 +1,4 @@
-"""Schedules as data: the actions of each device in order, their dependencies, and a text form."""
+"""Schedules as data: the ordered actions of each device, their dependencies and their text format."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Action(NamedTuple):
     """A forward or backward pass of one micro-batch on one stage.
 
     Attributes:
-        kind: "F", the forward pass. "B", the backward pass. "W", the gradient of the stage's weights; in schedules
-            with "W", "B" is the gradient of the stage's inputs alone.
-        stage: Index of the stage, from 0 at the model's inputs.
-        microbatch: Index of the micro-batch, from 0 in the order of the examples in the batch.
+        kind: "F" for the forward pass, "B" for the backward pass, "W" for the weight gradients. In schedules with "W",
+            "B" computes only the gradients of the stage's inputs.
+        stage: Index of the stage. Stage 0 receives the model's inputs.
+        microbatch: Index of the micro-batch in the batch.
 
     Example:
         >>> str(Action("F", stage=0, microbatch=3))
@@ -35,23 +35,27 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"
 
+    def shifted(self, num_microbatches: int) -> Action:
+        """Return the same action of a later micro-batch."""
+        return self._replace(microbatch=self.microbatch + num_microbatches)
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """The order of the actions on each device in one step.
 
-    `schedule.make` returns the built-in schedules. `schedule.parse` reads one of your own, and `schedule.check`
-    validates it.
+    `schedule.make` returns the built-in schedules. `schedule.parse` reads a custom one, and `schedule.check` validates
+    it.
 
-    Several replicas of a pipeline run the same order, each on devices and micro-batches of its own: the first replica
-    on the first devices and micro-batches, and so on.
+    All replicas of a pipeline run the same order, each on its own devices and micro-batches. Devices and micro-batches
+    are numbered replica by replica.
 
     Attributes:
-        name: One of `schedule.NAMES`, or a name of your own.
+        name: One of `schedule.NAMES`, or any other name.
         num_stages: Number of stages of the model.
-        num_devices: Number of devices of a replica. Stage s runs on device `s % num_devices` of each.
-        num_microbatches: Number of micro-batches in a step, those of all replicas.
-        actions: The actions of each device of each replica, in the order of their execution.
+        num_devices: Number of devices of each replica, which runs stage s on its device `s % num_devices`.
+        num_microbatches: Number of micro-batches in a step, over all replicas.
+        actions: The actions of each device in order, replica by replica.
         num_replicas: Number of replicas.
 
     Example:
@@ -75,14 +79,11 @@ class Schedule:
         return self.num_microbatches // self.num_replicas
 
     def replica_of(self, microbatch: int) -> int:
-        """Return the index of the replica that takes a micro-batch."""
+        """Return the index of the replica that runs a micro-batch."""
         return microbatch // self.microbatches_per_replica
 
     def replicated(self, num_replicas: int) -> Schedule:
-        """Return the schedule of several replicas of this pipeline, with as many micro-batches for each.
-
-        Args:
-            num_replicas: Number of replicas.
+        """Return the schedule of several replicas, each with as many micro-batches as this schedule.
 
         Example:
             >>> from tfpar.pipeline import schedule
@@ -92,7 +93,7 @@ class Schedule:
             1: F0.2 F0.3 B0.2 B0.3
         """
         actions = tuple(
-            tuple(one._replace(microbatch=one.microbatch + replica * self.num_microbatches) for one in order)
+            tuple(action.shifted(replica * self.num_microbatches) for action in order)
             for replica in range(num_replicas)
             for order in self.actions
         )
@@ -101,9 +102,9 @@ class Schedule:
         )
 
     def forward_first(self) -> Schedule:
-        """Return the schedule in which each device runs all its forward passes before its first backward pass.
+        """Return the schedule with all forward passes of each device before its first backward pass.
 
-        It is the order of GPipe, in which a loss can take the outputs of all micro-batches.
+        As in GPipe, the loss can then be computed from the outputs of all micro-batches.
 
         Example:
             >>> from tfpar.pipeline import schedule
@@ -118,8 +119,8 @@ class Schedule:
         return dataclasses.replace(self, name=f"{self.name}, forward passes first", actions=actions)
 
     @property
-    def of_one_replica(self) -> Schedule:
-        """The schedule of the first replica, which that of every other equals but for the micro-batches."""
+    def first_replica(self) -> Schedule:
+        """The schedule of the first replica. The others run the same actions on their own micro-batches."""
         actions = self.actions[: self.num_devices]
         return dataclasses.replace(
             self, num_microbatches=self.microbatches_per_replica, actions=actions, num_replicas=1
@@ -127,7 +128,7 @@ class Schedule:
 
     @functools.cached_property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are separate actions."""
+        """Whether the schedule computes weight gradients in separate "W" actions."""
         return any(action.kind == "W" for order in self.actions for action in order)
 
     def device_of(self, stage: int, microbatch: int = 0) -> int:
@@ -135,10 +136,7 @@ class Schedule:
         return self.replica_of(microbatch) * self.num_devices + stage % self.num_devices
 
     def dependencies(self, action: Action) -> list[Action]:
-        """Return the actions whose results an action reads: first of the same stage, then of a neighbouring stage.
-
-        Args:
-            action: One of the actions of the schedule.
+        """Return the actions whose results an action reads: first on its own stage, then on the neighbouring stage.
 
         Example:
             >>> from tfpar.pipeline import schedule
@@ -155,9 +153,7 @@ class Schedule:
         return [Action("F", stage, microbatch), *later]
 
     def in_order(self) -> list[Action]:
-        """Return the actions of all devices in one topological order.
-
-        It is the order in time if every action takes one unit of time, so that devices alternate as in a real step.
+        """Return the actions of all devices in one topological order, as if every action took the same time.
 
         Raises:
             ValueError: If the schedule deadlocks.
@@ -170,7 +166,7 @@ class Schedule:
         done: dict[Action, None] = {}  # an ordered set
         queues = [collections.deque(order) for order in self.actions]
         while any(queues):
-            ready = [queue for queue in queues if queue and all(one in done for one in self.dependencies(queue[0]))]
+            ready = [queue for queue in queues if queue and done.keys() >= set(self.dependencies(queue[0]))]
             if not ready:
                 raise ValueError(self._deadlock(queues, done))
             done.update(dict.fromkeys([queue.popleft() for queue in ready]))
@@ -189,24 +185,21 @@ class Schedule:
         )
 
     def to_text(self) -> str:
-        """Return the name and one line of actions for each device, the text that `schedule.parse` reads."""
+        """Return the text that `schedule.parse` reads: the name, then one line of actions for each device."""
         lines = (f"{device}: {' '.join(map(str, order))}" for device, order in enumerate(self.actions))
         replicas = f", {self.num_replicas} replicas" * (self.num_replicas > 1)
         return "\n".join([f"{self.name}{replicas}", *lines])
 
 
 def parse(text: str) -> Schedule:
-    r"""Parse the text form of a schedule. `schedule.check` validates the result.
+    r"""Parse a schedule from text. Use `schedule.check` to validate the result.
 
     Args:
-        text: A name, for several replicas with their number, then one line for each device, in the format of
-            `Schedule.to_text`. The largest indices set the numbers of stages and micro-batches.
-
-    Returns:
-        The schedule, not validated.
+        text: Text in the format of `Schedule.to_text`. The largest indices determine the number of stages and
+            micro-batches.
 
     Raises:
-        ValueError: If the text has another format.
+        ValueError: If the text does not have this format.
 
     Example:
         >>> parse("mine\n0: F0.0 F0.1 B0.1 B0.0").num_microbatches

@@ -1,7 +1,4 @@
-"""Construction of the built-in schedules.
-
-The executor, the simulator, the pictures and the tests all read the same `Schedule`. Pure Python, no TensorFlow.
-"""
+"""Construction of the built-in schedules. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | N
     """Return one of the built-in schedules.
 
     Args:
-        name: "gpipe": all forward passes, then all backward passes. "1f1b": one forward, one backward; as fast as
-            "gpipe" for equal times, and its memory does not grow with the number of micro-batches. "interleaved":
-            1F1B with several stages on each device; a smaller bubble, more transfers. "zero_bubble": 1F1B with weight
-            gradients as separate actions, which fill the bubble; every stage saves the tensors of at most as many
-            micro-batches as the first stage of 1F1B.
-        num_stages: Number of stages, at least 1. For "interleaved" a multiple of `num_devices`, twice it or more.
-        num_microbatches: Number of micro-batches in a step, at least 1. For "interleaved" a multiple of `num_devices`.
+        name: "gpipe": all forward passes, then all backward passes. "1f1b": alternates forward and backward passes; as
+            fast as "gpipe" when stages take equal times, with memory that does not grow with the number of
+            micro-batches. "interleaved": 1F1B with several stages on each device; a smaller bubble, more transfers.
+            "zero_bubble": 1F1B with separate weight gradients, which fill the bubble; every stage saves tensors of as
+            many micro-batches as the first stage of 1F1B.
+        num_stages: Number of stages, at least 1. For "interleaved", a multiple of `num_devices`, at least twice it.
+        num_microbatches: Number of micro-batches in a step, at least 1. For "interleaved", a multiple of `num_devices`.
         num_devices: Number of devices. Defaults to `num_stages`, or half of it for "interleaved".
 
     Raises:
-        ValueError: If there is no schedule of this name, or if it does not exist for these numbers.
+        ValueError: If the name is unknown, or the schedule does not support these numbers.
 
     Example:
         >>> print(make("zero_bubble", num_stages=2, num_microbatches=3).to_text())
@@ -56,10 +53,7 @@ def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | N
 
 
 def on_one_device(num_stages: int) -> Schedule:
-    """Return the order of one micro-batch on one device with all stages.
-
-    Args:
-        num_stages: Number of stages.
+    """Return the schedule of one micro-batch on one device that runs all stages.
 
     Example:
         >>> print(on_one_device(num_stages=3).to_text())
@@ -72,16 +66,13 @@ def on_one_device(num_stages: int) -> Schedule:
 
 
 def limit_stages(schedule: Schedule, max_stages: int) -> Schedule:
-    """Return a schedule of the same kind with at most some number of stages, for models with few layer calls.
+    """Return a schedule of the same kind with at most `max_stages` stages, for models with few layer calls.
 
-    "interleaved" becomes "1f1b" where only one stage for each device is left.
+    "interleaved" becomes "1f1b" if only one stage per device is left.
 
     Args:
         schedule: One of the built-in schedules.
-        max_stages: The largest number of stages.
-
-    Returns:
-        The schedule itself if it has few enough stages, else a smaller one with as many micro-batches.
+        max_stages: Maximum number of stages.
 
     Example:
         >>> limit_stages(make("gpipe", num_stages=4, num_microbatches=2), max_stages=3).num_stages
@@ -89,7 +80,7 @@ def limit_stages(schedule: Schedule, max_stages: int) -> Schedule:
     """
     if max_stages >= schedule.num_stages:
         return schedule
-    return _with_stages(schedule.of_one_replica, max_stages).replicated(schedule.num_replicas)
+    return _with_stages(schedule.first_replica, max_stages).replicated(schedule.num_replicas)
 
 
 def _with_stages(schedule: Schedule, max_stages: int) -> Schedule:

@@ -1,15 +1,15 @@
-"""The step of any layout on any number of hosts, computed from the parts of a model and the links. Pure Python.
+"""Simulation of a step on several hosts, from the durations of the actions and the links between devices. Pure Python.
 
-    host 0   stage 0 ─► stage 1   stage 0 ─► stage 1      a cut inside a host: the link inside
+    host 0   stage 0 ─► stage 1   stage 0 ─► stage 1      a transfer inside a host uses its inner link
                 │          │         │          │
-                └──────────┼─ sum ───┘          │         first over the replicas of a host,
+                └──────────┼─ sum ───┘          │         gradients are summed over the replicas of a host,
                            └───────── sum ──────┘
                 │          │
-    host 1   stage 0 ─► stage 1   …                       then over the hosts, whose link carries one stage at a time;
-                                                          the latencies of several stages overlap
+    host 1   stage 0 ─► stage 1   …                       then over the hosts: their link carries one stage at a time,
+                                                          while latencies overlap
 
-One device is one stage and one replica, data parallelism has one stage, a pipeline has one replica. Replicas with equal
-micro-batches and equal places on their hosts take the same time, and are simulated once.
+Data parallelism has one stage, a pipeline one replica, a single device one of each. Replicas with equal micro-batches
+and the same cuts between hosts take the same time, and are simulated once.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import NamedTuple
 
 from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.links import Algorithm, Link, all_reduce_seconds
-from tfpar.pipeline.schedule.simulator import Durations, last_ends, one_after_another, simulate
+from tfpar.pipeline.schedule.simulator import Durations, end_times, last_ends, simulate
 
-Place = tuple[bool, ...]  # for each cut, whether it lies between two hosts
+Crossings = tuple[bool, ...]  # whether each cut lies between two hosts
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Hosts with equal numbers of devices, which hold the devices of the first replica first.
+    """Hosts with the same number of devices, numbered host by host.
 
     Args:
         devices_per_host: Number of devices of a host.
         inside: The link between two devices of a host.
-        between: The link of a host to the others.
-        all_reduce: How gradients are summed over hosts; see `links.all_reduce_seconds`.
-        all_reduce_inside: How those of the replicas of one host are summed before.
+        between: The link between hosts.
+        all_reduce: Algorithm of the all-reduce over hosts; see `links.all_reduce_seconds`.
+        all_reduce_inside: Algorithm of the all-reduce over the replicas of a host, which comes first.
 
     Raises:
         ValueError: If a host has no device.
@@ -59,19 +59,19 @@ class Network:
             raise ValueError(f"A host has at least 1 device, received devices_per_host={self.devices_per_host}.")
 
     def host_of(self, device: int) -> int:
-        """Return the host of a device."""
+        """Return the index of the host of a device."""
         return device // self.devices_per_host
 
 
 class LayoutStep(NamedTuple):
-    """The predicted step of a layout, and what its devices wait for. The parts add up to the step.
+    """The predicted duration of a step, and its parts, which add up to it.
 
     Attributes:
         step_seconds: Duration of the step.
-        compute_seconds: Duration of the actions of a device, the mean over all devices.
-        bubble_seconds: The time without an action that the order of the actions costs, and uneven stages.
-        transfer_seconds: What transfers add to it.
-        all_reduce_seconds: From the last action to the end of the last sum of gradients.
+        compute_seconds: Time in which a device runs actions, averaged over devices.
+        bubble_seconds: Idle time caused by the order of the actions and uneven stages.
+        transfer_seconds: Idle time caused by transfers.
+        all_reduce_seconds: Time from the last action to the end of the last sum of gradients.
         update_seconds: Duration of the optimizer's update.
     """
 
@@ -90,20 +90,21 @@ def simulate_layout(
     gradient_bytes: Sequence[float],
     network: Network,
 ) -> LayoutStep:
-    """Compute the step of a schedule on the devices of a network.
+    """Simulate a step of a schedule on the devices of a network.
 
-    Transfers do not delay each other, and communication does not slow down the actions.
+    The simulation assumes that transfers do not delay each other, and that communication does not slow down actions.
 
     Args:
-        schedule: The order of the actions, for one replica or several.
-        durations: The durations of the actions and of the update of each stage. The durations of transfers and sums are
-            not read: they follow from the bytes and the links.
+        schedule: The order of the actions, with any number of replicas.
+        durations: Durations of the actions and of the update of each stage. Durations of transfers and reductions are
+            ignored: they follow from the bytes and the links.
         cut_bytes: Bytes of a full micro-batch across each cut, `num_stages - 1` entries.
-        gradient_bytes: Bytes of the gradients of each stage, `num_stages` entries; all zeros for no sums.
+        gradient_bytes: Bytes of the gradients of each stage, `num_stages` entries. Zeros mean that no gradients are
+            summed.
         network: The hosts and links.
 
     Raises:
-        ValueError: If an argument does not have the entries that the schedule needs, or the schedule deadlocks.
+        ValueError: If an argument lacks entries that the schedule needs, or the schedule deadlocks.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -114,23 +115,23 @@ def simulate_layout(
         (16.0, 3.0, 1.0)
     """
     _check(schedule, cut_bytes, gradient_bytes)
-    one = schedule.of_one_replica
+    replica = schedule.first_replica
     last, no_transfer_seconds, busy_seconds = [0.0] * schedule.num_stages, 0.0, 0.0
-    for (scale, crosses), num_replicas in _kinds_of_replicas(schedule, durations, network).items():
+    for (scale, crosses), num_replicas in _distinct_replicas(schedule, durations, network).items():
         links = [network.between if is_between else network.inside for is_between in crosses]
         transfer_seconds = tuple(link.seconds(size) for link, size in zip(links, cut_bytes, strict=True))
         alone = dataclasses.replace(
             durations, microbatch_scale=scale, update_seconds=(), reduction_seconds=(), all_reduce_seconds=()
         )
-        spans = simulate(one, dataclasses.replace(alone, transfer_seconds=transfer_seconds)).spans
-        without = simulate(one, dataclasses.replace(alone, transfer_seconds=(0.0,) * len(links)))
-        last = list(map(max, last, last_ends(one, spans)))
+        spans = simulate(replica, dataclasses.replace(alone, transfer_seconds=transfer_seconds)).spans
+        without = simulate(replica, dataclasses.replace(alone, transfer_seconds=(0.0,) * len(links)))
+        last = list(map(max, last, last_ends(replica, spans)))
         no_transfer_seconds = max(no_transfer_seconds, without.step_seconds)
         busy_seconds += num_replicas * sum(span.end_seconds - span.begin_seconds for span in spans)
     compute_seconds, end_seconds = busy_seconds / len(schedule.actions), max(last)
     summed_seconds = max(end_seconds, *_sum_ends(schedule, last, gradient_bytes, network))
     updates = durations.update_seconds or (0.0,) * schedule.num_stages
-    update_seconds = max(sum(updates[device :: one.num_devices]) for device in range(one.num_devices))
+    update_seconds = max(sum(updates[device :: replica.num_devices]) for device in range(replica.num_devices))
     return LayoutStep(
         step_seconds=summed_seconds + update_seconds,
         compute_seconds=compute_seconds,
@@ -141,10 +142,10 @@ def simulate_layout(
     )
 
 
-def _kinds_of_replicas(
+def _distinct_replicas(
     schedule: Schedule, durations: Durations, network: Network
-) -> collections.Counter[tuple[tuple[float, ...], Place]]:
-    """Return the sizes of the micro-batches and the place of each replica, with the number of equal replicas."""
+) -> collections.Counter[tuple[tuple[float, ...], Crossings]]:
+    """Count the replicas with the same micro-batch sizes and the same cuts between hosts."""
     count, scale = schedule.microbatches_per_replica, durations.microbatch_scale
     if scale and len(scale) != schedule.num_microbatches:
         raise ValueError(
@@ -152,20 +153,20 @@ def _kinds_of_replicas(
             f"received {len(scale)}: {scale}."
         )
     return collections.Counter(
-        (scale[first : first + count], _place(schedule, first, network))
+        (scale[first : first + count], _crossings(schedule, first, network))
         for first in range(0, schedule.num_microbatches, count)
     )
 
 
-def _place(schedule: Schedule, microbatch: int, network: Network) -> Place:
+def _crossings(schedule: Schedule, microbatch: int, network: Network) -> Crossings:
     hosts = [network.host_of(schedule.device_of(stage, microbatch)) for stage in range(schedule.num_stages)]
-    return tuple(one != other for one, other in itertools.pairwise(hosts))
+    return tuple(host != next_host for host, next_host in itertools.pairwise(hosts))
 
 
 def _sum_ends(
     schedule: Schedule, last: Sequence[float], gradient_bytes: Sequence[float], network: Network
 ) -> list[float]:
-    """Return when the gradients of each stage are summed, first over the replicas of each host, then over the hosts."""
+    """Return when the gradients of each stage are summed over the replicas of each host, and over the hosts."""
     inside, between, latencies = list[float](), list[float](), list[float]()
     devices = [schedule.device_of(stage) for stage in range(schedule.num_stages)]
     hosts = list(map(network.host_of, devices))
@@ -178,7 +179,7 @@ def _sum_ends(
         inside.append(all_reduce_seconds(network.all_reduce_inside, num_bytes, most, network.inside))
         between.append(all_reduce_seconds(network.all_reduce, num_bytes, count, bytes_only))
         latencies.append(all_reduce_seconds(network.all_reduce, num_bytes, count, latency_only))
-    sent = one_after_another(one_after_another(last, inside, devices), between, hosts)
+    sent = end_times(end_times(last, inside, devices), between, hosts)
     return [end + latency for end, latency in zip(sent, latencies, strict=True)]
 
 

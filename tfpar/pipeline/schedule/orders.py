@@ -1,7 +1,7 @@
-"""The order of the actions on each device, one pure function for each built-in schedule.
+"""The order of actions on each device, one pure function per built-in schedule.
 
-The arguments are those of `tfpar.pipeline.schedule.make`, which validates them. In the drawings a row is a device, a
-column a unit of time, and `F2` the forward pass of micro-batch 2.
+`tfpar.pipeline.schedule.make` documents and validates the arguments. In the drawings, a row is a device, a column a
+unit of time, and `F2` the forward pass of micro-batch 2.
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Orders:
         F0 F1 F2 F3 .. .. B0 B1 B2 B3
         .. F0 F1 F2 F3 B0 B1 B2 B3
 
-    The backward passes begin with micro-batch 0 too, so that gradients are summed in the same order as in every other
-    schedule.
-
-    Args:
-        num_stages: Number of stages; one device for each.
-        num_microbatches: Number of micro-batches in a step.
-
-    Returns:
-        The actions of each device.
+    The backward passes also start with micro-batch 0, so that every schedule sums gradients in the same order.
 
     Example:
         >>> print(*gpipe(num_stages=2, num_microbatches=2)[1])
@@ -40,21 +32,17 @@ def gpipe(num_stages: int, num_microbatches: int) -> Orders:
 
 
 def one_forward_one_backward(num_stages: int, num_microbatches: int, more: Sequence[int] = ()) -> Orders:
-    """Return the order of 1F1B: one forward pass, one backward pass (PipeDream-flush, arXiv 2006.09503).
+    """Return the order of 1F1B: alternating forward and backward passes (PipeDream-flush, arXiv 2006.09503).
 
         F0 F1 .. B0 F2 B1 F3 B2 .. B3
         .. F0 B0 F1 B1 F2 B2 F3 B3
 
-    Stage s warms up with `num_stages - s - 1` forward passes, so that at most `num_stages - s` micro-batches are in
-    flight, for any number of micro-batches.
+    Stage s warms up with `num_stages - s - 1` forward passes, so at most `num_stages - s` micro-batches are in flight.
 
     Args:
-        num_stages: Number of stages; one device for each.
+        num_stages: Number of stages.
         num_microbatches: Number of micro-batches in a step.
-        more: The number of further forward passes with which each stage warms up. Defaults to none.
-
-    Returns:
-        The actions of each device.
+        more: Additional warm-up forward passes of each stage. Defaults to zeros.
 
     Example:
         >>> print(*one_forward_one_backward(num_stages=2, num_microbatches=2)[1])
@@ -69,20 +57,12 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int, more: Seque
 def interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> Orders:
     """Return the order of interleaved 1F1B, with several stages on each device (Megatron-LM, arXiv 2104.04473).
 
-    Each device runs micro-batches in groups of `num_devices`: the forward passes of a group on its first stage, then
-    on its second, and so on; the backward passes in the reverse order of the stages (figure 4 of the paper). With two
-    stages on each device, the second in small letters:
+    Each device runs micro-batches in groups of `num_devices`: the forward passes of a group on its first stage, then on
+    its second, and so on; backward passes in the reverse order of stages (figure 4 of the paper). With two stages on
+    each device, the second in lower case:
 
         F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .. b2 .. b3 B2 B3
         .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 ..
-
-    Args:
-        num_stages: Number of stages, a multiple of `num_devices`.
-        num_microbatches: Number of micro-batches in a step, a multiple of `num_devices`.
-        num_devices: Number of devices.
-
-    Returns:
-        The actions of each device.
 
     Example:
         >>> print(*interleaved(num_stages=4, num_microbatches=2, num_devices=2)[1])
@@ -111,7 +91,7 @@ def _forwards_and_backwards(stage: int, num_microbatches: int) -> tuple[list[Act
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> tuple[Action, ...]:
-    """Return `num_warmup` forward passes, then forward and backward passes in turn, then the rest of the backward."""
+    """Return `num_warmup` forward passes, then alternating passes, then the remaining backward passes."""
     num_warmup = min(num_warmup, len(forwards))
     order = list(forwards[:num_warmup])
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
@@ -125,17 +105,10 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Orders:
         F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
         .. F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
-    F and B have the order of 1F1B. Stage s delays each weight gradient by s micro-batches, so that s of them remain
-    for the end of the step, where the device would be idle under 1F1B. At most `num_stages` micro-batches are in
-    flight, the maximum of 1F1B. With at least `num_stages` micro-batches and equal times F, B and W on all stages, a
-    device is idle for `(num_stages - 1) * (F + B - min(F, B, W))`; under 1F1B for `(num_stages - 1) * (F + B + W)`.
-
-    Args:
-        num_stages: Number of stages; one device for each.
-        num_microbatches: Number of micro-batches in a step.
-
-    Returns:
-        The actions of each device.
+    F and B are in the order of 1F1B. Stage s delays each weight gradient by s micro-batches and runs the last s at the
+    end of the step, where 1F1B leaves the device idle. At most `num_stages` micro-batches are in flight, the maximum of
+    1F1B. With at least `num_stages` micro-batches and the same times F, B and W on all stages, a device is idle for
+    `(num_stages - 1) * (F + B - min(F, B, W))`, instead of `(num_stages - 1) * (F + B + W)` under 1F1B.
 
     Example:
         >>> print(*zero_bubble(num_stages=2, num_microbatches=2)[1])

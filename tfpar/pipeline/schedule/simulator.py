@@ -1,6 +1,6 @@
-"""Simulation of a step: the start and end of each action, the bubble, and the peak memory of each device.
+"""Simulation of a schedule: the start and end of each action, the bubble, and the peak memory of each device.
 
-Input are a schedule and the durations of its actions and transfers. Pure Python, no TensorFlow.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from tfpar.pipeline.schedule import Action, Kind, Schedule
 class Durations:
     """Seconds and bytes of the actions of one full micro-batch.
 
-    Tuples have one entry for each stage, unless stated otherwise. An empty tuple of bytes or updates means zeros.
+    Tuples have one entry for each stage, unless stated otherwise. Optional tuples may be empty, which means zeros.
 
     Attributes:
         forward_seconds: Duration of F.
-        backward_seconds: Duration of B in schedules without W, where it is the complete backward pass.
+        backward_seconds: Duration of B in schedules without W.
         input_gradient_seconds: Duration of B in schedules with W.
-        weight_gradient_seconds: Duration of W, in schedules with W.
-        transfer_seconds: Duration of a transfer in either direction across each cut: `num_stages - 1` entries.
-        update_seconds: Duration of the optimizer's update, which starts after the last action of the step.
-        reduction_seconds: Duration of the sum of the gradients over replicas, which starts after the last action of the
-            stage on all replicas.
-        all_reduce_seconds: Duration of the all-reduce of the gradients over workers, which starts after the sum over
-            replicas. The workers' link carries one stage at a time.
-        activation_bytes: Saved tensors of a micro-batch, from the start of its F to the end of its W, or of its B in
-            schedules without W.
-        backward_temporary_bytes: Temporary memory of B: recomputed activations.
+        weight_gradient_seconds: Duration of W.
+        transfer_seconds: Duration of a transfer in either direction across each cut, `num_stages - 1` entries.
+        update_seconds: Duration of the optimizer's update, after the last action of the step.
+        reduction_seconds: Duration of the sum of gradients over replicas, after the last action of the stage on all
+            replicas.
+        all_reduce_seconds: Duration of the all-reduce of gradients over workers, after the sum over replicas. Stages
+            take turns on the workers' link.
+        activation_bytes: Saved tensors of a micro-batch, from the start of F to the end of its backward pass.
+        backward_temporary_bytes: Temporary memory of B, for recomputed activations.
         weight_gradient_temporary_bytes: Temporary memory of W.
-        until_weight_gradient_bytes: Bytes saved between input-gradient and weight-gradient pass, beyond the
-            activations: from the end of B to the end of W.
+        until_weight_gradient_bytes: Bytes saved from the end of B to the end of W, besides the activations.
         fixed_bytes: Weights, gradients and optimizer state.
-        microbatch_scale: Size of each micro-batch, relative to a full one: one entry for each micro-batch. Durations
-            of actions and transfers, and bytes of activations, are proportional to it. () if all micro-batches are
+        microbatch_scale: Size of each micro-batch relative to a full one, one entry for each micro-batch. Durations of
+            actions and transfers, and bytes of activations, are proportional to it. Empty if all micro-batches are
             full; (1, 1, 1, 0.5) if the last of four is half as large.
 
     Example:
@@ -66,12 +64,11 @@ class Durations:
 
 
 def microbatch_scale(num_examples: int, num_microbatches: int) -> tuple[float, ...]:
-    """Return the size of each micro-batch of a batch, relative to the largest; see `Durations.microbatch_scale`.
+    """Return the size of each micro-batch relative to the largest, for `Durations.microbatch_scale`.
 
     Args:
-        num_examples: Number of examples of the batch, at least 1.
-        num_microbatches: Number of micro-batches, whose sizes differ by at most one. With fewer examples than
-            micro-batches, each has one.
+        num_examples: Number of examples in the batch, at least 1.
+        num_microbatches: Number of micro-batches. Their sizes differ by at most one, and none is empty.
 
     Example:
         >>> microbatch_scale(7, 4)
@@ -83,14 +80,7 @@ def microbatch_scale(num_examples: int, num_microbatches: int) -> tuple[float, .
 
 
 class Span(NamedTuple):
-    """The start and end of one action, in seconds since the start of the step.
-
-    Attributes:
-        action: The action.
-        device: Index of the device that ran it.
-        begin_seconds: Its start.
-        end_seconds: Its end.
-    """
+    """The start and end of one action, in seconds since the start of the step."""
 
     action: Action
     device: int
@@ -105,8 +95,8 @@ class Timeline:
     Attributes:
         num_devices: Number of devices.
         spans: The start and end of every action, sorted by start.
-        step_seconds: Time from the start of the first action to the end of the step, including the optimizer's update.
-        peak_bytes: The peak memory of each device; empty if not known.
+        step_seconds: Duration of the step, including the optimizer's update if it is known.
+        peak_bytes: Peak memory of each device; empty if unknown.
     """
 
     num_devices: int
@@ -116,26 +106,23 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time without an action, from 0 to 1."""
+        """The fraction of the devices' time in which they run no action, from 0 to 1."""
         busy_seconds = sum(span.end_seconds - span.begin_seconds for span in self.spans)
         return 1 - busy_seconds / (self.num_devices * self.step_seconds) if self.step_seconds else 0.0
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Compute the start and end of each action, the longest path through the schedule.
+    """Simulate a step of a schedule.
 
-    An action starts as soon as its device is free and its inputs have arrived. Transfers overlap with actions and with
-    each other, and start when their tensor is ready. There are no transfers between stages of one device.
+    An action starts as soon as its device is free and its inputs have arrived. Transfers start when their tensor is
+    ready, and overlap with actions and with each other. Stages on the same device need no transfer.
 
     Args:
         schedule: A valid schedule (`schedule.check`).
         durations: The durations of its actions and transfers.
 
-    Returns:
-        The predicted step.
-
     Raises:
-        ValueError: If `durations` does not have the entries that the schedule needs, or the schedule deadlocks.
+        ValueError: If `durations` lacks entries that the schedule needs, or the schedule deadlocks.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -147,7 +134,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     _check(schedule, durations)
     spans = _spans(schedule, durations)
     free_seconds = [0.0, *(span.end_seconds for span in spans)]
-    update_seconds = max(_sum_per_device(schedule, durations.update_seconds))
+    updates = durations.update_seconds
+    update_seconds = max(sum(updates[device :: schedule.num_devices]) for device in range(schedule.num_devices))
     return Timeline(
         len(schedule.actions),
         tuple(sorted(spans, key=lambda span: (span.begin_seconds, span.device))),
@@ -161,15 +149,12 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 def _spans(schedule: Schedule, durations: Durations) -> list[Span]:
-    seconds, scale = _seconds_of(schedule, durations), _scale(schedule, durations)
+    seconds, scale = _action_seconds(schedule, durations), _scale(schedule, durations)
 
     def device_of(action: Action) -> int:
         return schedule.device_of(action.stage, action.microbatch)
 
-    def seconds_of(action: Action) -> float:
-        return seconds[action.kind][action.stage] * scale[action.microbatch]
-
-    def transfer_seconds_of(sent: Action, action: Action) -> float:
+    def transfer_seconds(sent: Action, action: Action) -> float:
         if device_of(sent) == device_of(action):
             return 0.0
         return durations.transfer_seconds[min(sent.stage, action.stage)] * scale[action.microbatch]
@@ -178,15 +163,15 @@ def _spans(schedule: Schedule, durations: Durations) -> list[Span]:
     free_seconds = collections.defaultdict[int, float](float)
     for action in schedule.in_order():
         device = device_of(action)
-        arrivals = [spans[one].end_seconds + transfer_seconds_of(one, action) for one in schedule.dependencies(action)]
+        arrivals = [spans[sent].end_seconds + transfer_seconds(sent, action) for sent in schedule.dependencies(action)]
         begin_seconds = max(free_seconds[device], *arrivals, 0.0)
-        free_seconds[device] = begin_seconds + seconds_of(action)
+        free_seconds[device] = begin_seconds + seconds[action.kind][action.stage] * scale[action.microbatch]
         spans[action] = Span(action, device, begin_seconds, free_seconds[device])
     return list(spans.values())
 
 
 def last_ends(schedule: Schedule, spans: Iterable[Span]) -> list[float]:
-    """Return the end of the last action of each stage on any replica, in seconds.
+    """Return when the last action of each stage ends, over all replicas.
 
     Args:
         schedule: The schedule.
@@ -204,18 +189,16 @@ def last_ends(schedule: Schedule, spans: Iterable[Span]) -> list[float]:
     return last
 
 
-def one_after_another(
-    ready_seconds: Sequence[float], seconds: Sequence[float], resources: Sequence[Hashable]
-) -> list[float]:
-    """Return the end of each of some tasks; those of one resource run one after another, in the order of readiness.
+def end_times(ready_seconds: Sequence[float], seconds: Sequence[float], resources: Sequence[Hashable]) -> list[float]:
+    """Return when each task ends, if each resource runs its tasks one at a time in the order of their readiness.
 
     Args:
         ready_seconds: The earliest start of each task.
-        seconds: The duration of each.
-        resources: The device or link of each.
+        seconds: The duration of each task.
+        resources: The device or link that each task occupies.
 
     Example:
-        >>> one_after_another([1.0, 0.0, 0.0], [2.0, 3.0, 1.0], ["link", "link", "other"])
+        >>> end_times([1.0, 0.0, 0.0], [2.0, 3.0, 1.0], ["link", "link", "other"])
         [5.0, 3.0, 1.0]
     """
     free = collections.defaultdict[Hashable, float](float)
@@ -228,17 +211,14 @@ def one_after_another(
 
 def _gradient_ends(schedule: Schedule, durations: Durations, last: Sequence[float]) -> list[float]:
     """Return when the gradients of each stage are summed over replicas and workers."""
-    none = (0.0,) * schedule.num_stages
+    zeros = (0.0,) * schedule.num_stages
     devices = [schedule.device_of(stage) for stage in range(schedule.num_stages)]
-    summed = one_after_another(last, durations.reduction_seconds or none, devices)
-    return one_after_another(summed, durations.all_reduce_seconds or none, ["link"] * len(summed))
+    summed = end_times(last, durations.reduction_seconds or zeros, devices)
+    return end_times(summed, durations.all_reduce_seconds or zeros, ["link"] * len(summed))
 
 
-def _seconds_of(schedule: Schedule, durations: Durations) -> dict[Kind, Sequence[float]]:
-    if schedule.splits_backward:
-        backward = durations.input_gradient_seconds
-    else:
-        backward = durations.backward_seconds
+def _action_seconds(schedule: Schedule, durations: Durations) -> dict[Kind, Sequence[float]]:
+    backward = durations.input_gradient_seconds if schedule.splits_backward else durations.backward_seconds
     return {"F": durations.forward_seconds, "B": backward, "W": durations.weight_gradient_seconds}
 
 
@@ -246,21 +226,14 @@ def _scale(schedule: Schedule, durations: Durations) -> Sequence[float]:
     return durations.microbatch_scale or (1.0,) * schedule.num_microbatches
 
 
-def _sum_per_device(schedule: Schedule, per_stage: Sequence[float]) -> list[float]:
-    return [sum(per_stage[device :: schedule.num_devices]) for device in range(schedule.num_devices)]
-
-
 def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int], replica: int = 0) -> int:
-    """Compute the peak memory of some stages of one device. It depends on the order of the actions, not on times.
+    """Return the peak memory of stages on one device. It depends on the order of the actions, not on their times.
 
     Args:
         schedule: The order of the actions.
         durations: The bytes of the actions.
-        stages: Indices of the stages.
+        stages: Indices of stages on the same device.
         replica: Index of the replica.
-
-    Returns:
-        The peak, in bytes.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -268,15 +241,15 @@ def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int]
         >>> peak_bytes(schedule.make("1f1b", num_stages=2, num_microbatches=8), sizes, stages=[0])
         207
     """
-    none, scale, splits = (0,) * schedule.num_stages, _scale(schedule, durations), schedule.splits_backward
-    activation_bytes = durations.activation_bytes or none
-    until_weight_gradient_bytes = (splits and durations.until_weight_gradient_bytes) or none
+    zeros, scale, splits = (0,) * schedule.num_stages, _scale(schedule, durations), schedule.splits_backward
+    activation_bytes = durations.activation_bytes or zeros
+    until_weight_gradient_bytes = (splits and durations.until_weight_gradient_bytes) or zeros
     temporary_bytes = {
-        "F": none,
-        "B": durations.backward_temporary_bytes or none,
-        "W": durations.weight_gradient_temporary_bytes or none,
+        "F": zeros,
+        "B": durations.backward_temporary_bytes or zeros,
+        "W": durations.weight_gradient_temporary_bytes or zeros,
     }
-    peak = saved = float(sum((durations.fixed_bytes or none)[stage] for stage in stages))
+    peak = saved = float(sum((durations.fixed_bytes or zeros)[stage] for stage in stages))
     device = schedule.device_of(next(iter(stages)), replica * schedule.microbatches_per_replica)
     for kind, stage, microbatch in schedule.actions[device]:
         if stage not in stages:

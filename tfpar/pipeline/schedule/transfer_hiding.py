@@ -1,4 +1,4 @@
-"""1F1B with more forward passes in flight, which hide transfers that take time.
+"""1F1B with more micro-batches in flight, to hide slow transfers.
 
 1F1B, with transfers                            one more in flight on device 0
 
@@ -7,7 +7,7 @@ F0 F1 ...... B0 F2 ...... B1 F3 ......          F0 F1 F2 B0 F3 B1 F4 B2
         device 1 waits for a gradient to arrive         its next input has arrived before it is needed
         and for an input to come back
 
-Each stage before a slow cut saves the tensors of one more micro-batch.
+Each stage before a slow cut saves tensors of one more micro-batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tfpar.pipeline.schedule.actions import Schedule
 from tfpar.pipeline.schedule.orders import one_forward_one_backward
 from tfpar.pipeline.schedule.simulator import Durations, simulate
 
-_LEAST_GAIN = 0.001  # of a step
+_MIN_GAIN = 0.001  # fraction of a step
 
 
 def with_more_in_flight(schedule: Schedule, cuts: tuple[int, ...]) -> Schedule:
-    """Return 1F1B with one more micro-batch in flight on every stage before each of some cuts.
+    """Return 1F1B with one more micro-batch in flight on all stages before each given cut.
 
     Args:
-        schedule: "1f1b", of any number of replicas.
-        cuts: Indices of cuts; cut c follows stage c.
+        schedule: "1f1b", with any number of replicas.
+        cuts: Indices of cuts. Cut c follows stage c.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -35,27 +35,27 @@ def with_more_in_flight(schedule: Schedule, cuts: tuple[int, ...]) -> Schedule:
         0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
         1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
     """
-    one = schedule.of_one_replica
-    more = [sum(cut >= stage for cut in cuts) for stage in range(one.num_stages)]
-    actions = one_forward_one_backward(one.num_stages, one.num_microbatches, more)
-    return dataclasses.replace(one, actions=actions).replicated(schedule.num_replicas)
+    replica = schedule.first_replica
+    more = [sum(cut >= stage for cut in cuts) for stage in range(replica.num_stages)]
+    actions = one_forward_one_backward(replica.num_stages, replica.num_microbatches, more)
+    return dataclasses.replace(replica, actions=actions).replicated(schedule.num_replicas)
 
 
-def hiding_transfers(schedule: Schedule, durations: Durations) -> Schedule:
-    """Return the schedule with more micro-batches in flight where that shortens the simulated step.
+def hide_transfers(schedule: Schedule, durations: Durations) -> Schedule:
+    """Return 1F1B with more micro-batches in flight where that shortens the simulated step.
 
     Args:
-        schedule: Any schedule; others than "1f1b" stay as they are.
+        schedule: Any schedule. Only "1f1b" changes.
         durations: The durations of its actions and transfers.
 
     Example:
         >>> from tfpar.pipeline import schedule
         >>> order = schedule.make("1f1b", num_stages=2, num_microbatches=8)
         >>> slow = Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.2,))
-        >>> [round(simulate(one, slow).step_seconds, 3) for one in (order, hiding_transfers(order, slow))]
+        >>> [round(simulate(schedule, slow).step_seconds, 3) for schedule in (order, hide_transfers(order, slow))]
         [28.6, 27.4]
         >>> fast = dataclasses.replace(slow, transfer_seconds=(0.0,))
-        >>> hiding_transfers(order, fast) == order
+        >>> hide_transfers(order, fast) == order
         True
     """
     if schedule.name != "1f1b":
@@ -66,6 +66,6 @@ def hiding_transfers(schedule: Schedule, durations: Durations) -> Schedule:
     for cut in reversed(slow):
         other = with_more_in_flight(schedule, (cut, *chosen))
         seconds = simulate(other, durations).step_seconds
-        if seconds < (1 - _LEAST_GAIN) * best_seconds:
+        if seconds < (1 - _MIN_GAIN) * best_seconds:
             chosen, best, best_seconds = (cut, *chosen), other, seconds
     return best

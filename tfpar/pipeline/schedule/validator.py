@@ -1,4 +1,4 @@
-"""Validation of schedules, and the number of micro-batches in flight."""
+"""Validation of schedules, and their number of micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from tfpar.pipeline.schedule.actions import Action, Kind, Schedule
 def check(schedule: Schedule, max_activations: Sequence[int] | None = None) -> None:
     """Raise an error if a schedule cannot run.
 
-    Each device must run every action of its own stages once, and no others. Every action must come after its
-    dependencies, the devices must not deadlock, and no stage may exceed its number of micro-batches in flight.
+    Each device must run exactly the actions of its stages, each once and after its dependencies. The devices must not
+    deadlock, and no stage may exceed its limit of micro-batches in flight.
 
     Args:
         schedule: Any schedule, for example the result of `schedule.parse`.
-        max_activations: The largest number of micro-batches in flight on each stage, as counted by
-            `peak_activations`. Defaults to no limit.
+        max_activations: Maximum number of micro-batches in flight on each stage, as counted by `peak_activations`.
+            Defaults to no limit.
 
     Raises:
-        ValueError: If the schedule breaks one of these rules; the message names the action and the device.
+        ValueError: If the schedule breaks one of these rules. The message names the action and the device.
 
     Example:
         >>> from tfpar.pipeline import schedule
         >>> check(schedule.make("1f1b", num_stages=2, num_microbatches=8), max_activations=[2, 1])
     """
     num_orders, num_devices = len(schedule.actions), schedule.num_devices
-    if not 0 < num_devices <= schedule.num_stages or schedule.num_stages % num_devices or not _has_replicas(schedule):
-        of_replicas = f" in {schedule.num_replicas} replicas" * (schedule.num_replicas > 1)
+    if not 0 < num_devices <= schedule.num_stages or schedule.num_stages % num_devices or not _fits_replicas(schedule):
+        replicas = f" in {schedule.num_replicas} replicas" * (schedule.num_replicas > 1)
         raise ValueError(
             "A schedule must have one line of actions for each device and the same number of stages on each, received "
-            f"{num_orders} lines, {num_devices} devices{of_replicas} and {schedule.num_stages} stages; write one line "
+            f"{num_orders} lines, {num_devices} devices{replicas} and {schedule.num_stages} stages; write one line "
             "for each device, and as many stages as devices or a multiple of them."
         )
     for device in range(num_orders):
@@ -42,8 +42,7 @@ def check(schedule: Schedule, max_activations: Sequence[int] | None = None) -> N
         _check_activations(schedule, max_activations)
 
 
-def _has_replicas(schedule: Schedule) -> bool:
-    """Return whether the lines, and the micro-batches, are those of the replicas."""
+def _fits_replicas(schedule: Schedule) -> bool:
     num_lines, num_replicas = len(schedule.actions), schedule.num_replicas
     return num_lines == num_replicas * schedule.num_devices and schedule.num_microbatches % num_replicas == 0
 
@@ -62,7 +61,7 @@ def _check_complete(schedule: Schedule, device: int) -> None:
         if action not in expected:
             raise ValueError(
                 f"Device {device} must run {'/'.join(kinds)} of stages {', '.join(map(str, stages))} on "
-                f"{_named(microbatches, schedule)}, received {action}; move or remove it."
+                f"{_describe(microbatches, schedule)}, received {action}; move or remove it."
             )
     for action in expected:
         if times[action] != 1:
@@ -72,7 +71,7 @@ def _check_complete(schedule: Schedule, device: int) -> None:
             )
 
 
-def _named(microbatches: range, schedule: Schedule) -> str:
+def _describe(microbatches: range, schedule: Schedule) -> str:
     if schedule.num_replicas == 1:
         return f"{len(microbatches)} micro-batches"
     return f"micro-batches {microbatches[0]} to {microbatches[-1]}"
@@ -108,14 +107,8 @@ def _check_activations(schedule: Schedule, max_activations: Sequence[int]) -> No
 def peak_activations(schedule: Schedule) -> list[int]:
     """Return the largest number of micro-batches in flight on each stage.
 
-    A micro-batch is in flight from the start of its forward pass to the end of its backward pass: of W if the schedule
-    has separate weight gradients, else of B. During this time the stage holds its saved tensors.
-
-    Args:
-        schedule: Any schedule.
-
-    Returns:
-        One number for each stage.
+    A micro-batch is in flight from the start of F to the end of B, or of W in schedules with weight gradients. During
+    this time the stage holds its saved tensors.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -133,9 +126,9 @@ def _in_flight(schedule: Schedule, order: Sequence[Action]) -> list[tuple[Action
     """Return each action of a device with the number of micro-batches in flight on its stage during the action."""
     last = "W" if schedule.splits_backward else "B"
     count: collections.Counter[int] = collections.Counter()
-    found = []
+    counted = []
     for action in order:
         count[action.stage] += action.kind == "F"
-        found.append((action, count[action.stage]))
+        counted.append((action, count[action.stage]))
         count[action.stage] -= action.kind == last
-    return found
+    return counted

@@ -1,1 +1,1 @@
-"""The stages of a model, from layer calls to compiled passes."""
+"""The stages of a model as compiled functions."""

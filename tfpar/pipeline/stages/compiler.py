@@ -1,10 +1,9 @@
-"""The compilation of a model's stages, each for the values that it receives from earlier stages.
+"""Compilation of a model's stages.
 
     layer calls ─► trace ─► subgraphs of the passes ─► compiled stage
-         └─ equal to those of an earlier stage ──────► its passes, with variables of its own
+         └─ equal to those of an earlier stage ──────► its passes, with other variables
 
-A stage with the layer calls of an earlier one, such as the next of many equal blocks, is not traced, differentiated,
-split or compiled again.
+Stages with equal layer calls, such as the blocks of a transformer, are traced, differentiated and compiled once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.stages.compiled_stage import CompiledStage
 from tfpar.pipeline.stages.padding import can_pad, fixed_shape, outputs_per_example
 from tfpar.pipeline.stages.refusals import refuse_python
-from tfpar.pipeline.stages.shards import DividedCalls
+from tfpar.pipeline.stages.shards import ShardedCalls
 from tfpar.pipeline.stages.staged_model import StagedModel
 from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
 from tfpar.pipeline.stages.trace import StageTrace, StageVariables, with_untrained_weights
@@ -36,7 +35,7 @@ from tfpar.pipeline.stages.values import ValueSpec
 from tfpar.reduction.gradients.gradient_addition import spec_of, tensors_of
 from tfpar.reduction.losses_in_call import Way
 
-# The trace and the passes of a stage, by all that they depend on.
+# The trace and the passes of a stage, by everything that they depend on.
 EqualStages = dict[Hashable, tuple[StageTrace, CompiledStage]]
 
 
@@ -47,7 +46,7 @@ class CompiledStages(NamedTuple):
         stages: The stages in order.
         outputs: The model's flat outputs.
         specs: The spec of each value that a stage receives or sends.
-        groups: The devices of the shards of a stage, by the first of them; empty for stages on one device each.
+        groups: All devices of a sharded stage, by its first device.
     """
 
     stages: list[CompiledStage]
@@ -56,15 +55,16 @@ class CompiledStages(NamedTuple):
     groups: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     def on(self, devices: Sequence[str]) -> CompiledStages:
-        """Return the stages for other devices, one for each stage."""
+        """Return the same stages on other devices, given the first device of each stage."""
         pairs = zip(self.stages, devices, strict=True)
         return self._replace(stages=[stage.on(self.groups.get(device, [device])) for stage, device in pairs])
 
 
 class StageCompiler:
-    """Compiles the stages of one model on first use, and caches them for later calls of the model's `compile`.
+    """Compiles the stages of one model on first use.
 
-    They depend on the trained weights and on XLA, not on losses, metrics or the optimizer.
+    The stages depend on which weights are trained and on XLA, but not on losses, metrics or the optimizer, so they are
+    kept when the model is compiled again.
 
     Args:
         model: A built model.
@@ -72,13 +72,13 @@ class StageCompiler:
         stages: Its stages.
         devices: The device of each stage.
         recompute: Whether the backward pass recomputes the forward pass.
-        splits_backward: Whether the weight gradient is a subgraph of its own.
+        splits_backward: Whether weight gradients are a separate pass.
         accumulates: Whether a replica has several micro-batches.
-        shards_weights: Whether a device holds copies of the weights of a stage during an action alone.
-        divided: The divided layer calls of each stage; None for stages on one device each.
-        groups: The devices of the shards of a stage, by the first of them.
-        pads: Whether stages that XLA compiles may pad micro-batches to one size: all layers are batch-independent, and
-            random layers differ from those of one device anyway.
+        shards_weights: Whether a device gathers the weights of a stage for each action.
+        pads: Whether stages compiled by XLA may pad micro-batches to a fixed size, because all layers are independent
+            of the batch, and random layers differ from those of one device anyway.
+        sharded_calls: The sharded layer calls of each stage, by its index.
+        groups: All devices of a sharded stage, by its first device.
     """
 
     def __init__(
@@ -93,28 +93,28 @@ class StageCompiler:
         accumulates: bool,
         shards_weights: bool,
         pads: bool,
-        divided: Mapping[int, DividedCalls] | None = None,
+        sharded_calls: Mapping[int, ShardedCalls] | None = None,
         groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.staged = StagedModel(model, graph, stages, devices)
         self._outputs = tuple(keras.tree.flatten(graph.outputs))
         self._recompute, self._splits_backward, self._pads = recompute, splits_backward, pads
         self._accumulates, self._shards_weights = accumulates, shards_weights
-        self._divided, self._groups = divided or {}, groups or {}
+        self._sharded, self._groups = sharded_calls or {}, groups or {}
         self._compiled: dict[bool, tuple[Any, CompiledStages]] = {}  # evaluate and predict share theirs
 
     def compile(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> CompiledStages:
         """Return the compiled stages.
 
         Args:
-            inputs: Specs of a batch of any size, in the structure that the model is called with.
-            trainable: A key of the trained weights.
-            ways: What the losses computed by layers need of the whole batch, in the order of the stages.
+            inputs: Specs of a batch of any size, in the structure of the model's inputs.
+            trainable: A key that identifies the trained weights.
+            ways: For each loss that layers compute, in order, the totals over the batch that it needs.
             training: Whether the model is trained.
 
         Raises:
-            ValueError: If a layer assigns a trained weight, hides one from its gradient, or computes from a loss what
-                micro-batches would change.
+            ValueError: If a layer assigns a trained weight, hides one from its gradient, or uses a loss in a way that
+                micro-batches do not support.
         """
         key = str(inputs), trainable, self._jit_compile, self._pads_lookups(training), tuple(ways)
         if training not in self._compiled or self._compiled[training][0] != key:
@@ -122,9 +122,9 @@ class StageCompiler:
         return self._compiled[training][1]
 
     def without_dead_ends(self, compiled: CompiledStages, live: Iterable[Value]) -> CompiledStages:
-        """Compile again the stages with outputs that no loss depends on, so that their weights have no gradient.
+        """Compile stages again if the loss does not depend on some of their outputs.
 
-        Keras does not update a weight without a gradient, but decays one whose gradient is zero.
+        Their weights then have no gradients instead of zero gradients. Keras would apply weight decay to the latter.
 
         Args:
             compiled: The compiled stages, for training.
@@ -144,19 +144,18 @@ class StageCompiler:
 
     @property
     def _jit_compile(self) -> bool:
-        """Whether XLA compiles the stages; it compiles the operations of one device."""
-        return bool(self.staged.model.jit_compile) and not self._divided
+        """Whether XLA compiles the stages. It cannot compile sharded ones, which run on several devices."""
+        return bool(self.staged.model.jit_compile) and not self._sharded
 
     def _pads_lookups(self, training: bool) -> bool:
-        """Return whether the optimizer may receive rows of padding.
+        """Return whether padding may add rows of zeros to sparse gradients.
 
-        They are zero, and add nothing in Keras' own optimizers, which square each row of the same number separately;
-        a custom optimizer may count rows.
+        They are harmless for Keras' own optimizers, which square each row separately, but a custom one may count rows.
         """
         return not training or keras_model.is_of_keras(keras_variables.innermost(self.staged.model.optimizer))
 
     def _input_specs(self, inputs: Any) -> dict[Value, ValueSpec]:
-        """Return the specs of the model's inputs."""
+        """Return the spec of each input of the model."""
 
         def flat(inputs: Any) -> list[tf.Tensor]:
             return model_graph.standardize(self.staged.model, inputs)
@@ -188,20 +187,20 @@ class StageCompiler:
         """Compile one stage.
 
         Args:
-            stage: Its layer calls, inputs and outputs.
-            inputs: The specs of its inputs, in the order of `stage.inputs`.
-            device: The first device that runs it.
-            ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
-            equal: The stages that are compiled already; a new one is added.
+            stage: The layer calls, inputs and outputs.
+            inputs: The spec of each input.
+            device: The first device of the stage.
+            ways: For each loss that layers of this or a later stage compute, the totals over the batch that it needs.
+            equal: Cache of compiled stages, to which this one may be added.
             training: Whether the model is trained.
-            unused_outputs: Outputs that no loss depends on, and for which no gradient is received.
+            unused_outputs: Outputs that no loss depends on, which receive no gradients.
         """
-        divided = self._divided.get(stage.index)
-        devices = (device,) if divided is None else tuple(self._groups[device])
+        calls = self._sharded.get(stage.index)
+        devices = (device,) if calls is None else tuple(self._groups[device])
         metric_states = _metric_states(stage)
         variables = _by_role([*stage.variables, *metric_states, *random_state.states_of_no_layer()], training)
         tracer = StageTracer(
-            stage, inputs, variables, devices, divided, self._scores, training, self._accumulates, unused_outputs, ways
+            stage, inputs, variables, devices, calls, self._scores, training, self._accumulates, unused_outputs, ways
         )
         key = tracer.key
         known = equal.get(key)
@@ -222,15 +221,15 @@ class StageCompiler:
 
     @property
     def _scores(self) -> frozenset[Value]:
-        """The outputs of the model that no stage takes: the last stage sends them to the loss, perhaps in shards."""
-        return frozenset(self.staged.stages[-1].outputs).intersection(self._outputs) if self._divided else frozenset()
+        """The outputs of the model that only the loss reads. The last stage may send them in shards."""
+        return frozenset(self.staged.stages[-1].outputs).intersection(self._outputs) if self._sharded else frozenset()
 
     def _trace(self, tracer: StageTracer) -> tuple[StageTracer, StageTrace]:
-        """Return the trace of a stage, and the tracer with all variables that the layers read."""
+        """Trace a stage; return also the tracer, with all variables that the layers read."""
         with random_state.stand_in_generator():
             trace = tracer.trace()
         unseen = _captured(trace, self.staged.model.variables)
-        if unseen:  # a Lambda may read the weight of a layer that is not its own
+        if unseen:  # for example, a Lambda that reads a weight of another layer
             known = [*tracer.variables.parameters, *tracer.variables.states]
             tracer = dataclasses.replace(tracer, variables=_by_role([*known, *unseen], tracer.training))
             trace = dataclasses.replace(tracer.trace(), serves_equal_stages=False)
@@ -249,11 +248,11 @@ class StageCompiler:
         )  # fmt: skip
 
     def _subgraphs(self, trace: StageTrace, num_parameters: int, tracer: StageTracer) -> list[Subgraph]:
-        """Extract the subgraphs of the forward and backward pass, and of the weight gradient if it is apart."""
+        """Extract the subgraphs of the forward pass, the backward pass and, if separate, the weight gradients."""
         backward, results = trace.backward, [trace.results]
         if tracer.training:
-            of_inputs, of_weights = tensors_of(backward.input_gradients), tensors_of(backward.sums)
-            results += [of_inputs, of_weights] if self._splits_backward else [[*of_inputs, *of_weights]]
+            inputs, weights = tensors_of(backward.input_gradients), tensors_of(backward.sums)
+            results += [inputs, weights] if self._splits_backward else [[*inputs, *weights]]
         return extract_subgraphs(
             trace.graph,
             trace.inputs,
@@ -263,37 +262,36 @@ class StageCompiler:
             sums=backward.dense_sums,
             recompute=tracer.training and self._recompute,
             weights=trace.variables[:num_parameters] if self._shards_weights else (),
-            # The backward pass takes a list of tensors for each loop, which XLA of TensorFlow 2.21 accepts as no
-            # argument.
+            # The backward pass has a tensor list argument for each loop, which XLA of TensorFlow 2.21 does not accept.
             jit_compile=self._jit_compile and not (tracer.training and tf_graph.has_loops(trace.graph)),
         )
 
 
 def _metric_states(stage: Stage) -> list[keras.Variable]:
-    """Return the states of the metrics that layers of a stage hold."""
+    """Return the states of metrics that layers of a stage hold."""
     layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
     return [state for layer in layers for state in keras_metrics.metric_states(layer)]
 
 
 def _name(stage: Stage) -> str:
-    """Return the name of a stage's layer, or those of the first and the last."""
+    """Describe the layers of a stage as the subject of an error message."""
     names = [call.operation.name for call in stage.calls]
     return names[0] if len(names) == 1 else f"A layer from {names[0]} to {names[-1]}"
 
 
 def _by_role(variables: Iterable[Any], training: bool) -> StageVariables:
-    """Return variables, of divided ones the shards, as parameters and states."""
-    shards = [shard for variable in variables for shard in sharded_memory.lasting_pieces(variable)]
+    """Sort variables, or their shards, into parameters and states."""
+    shards = [shard for variable in variables for shard in sharded_memory.shards_of(variable)]
     distinct = {id(shard): shard for shard in shards}.values()
     trained = [variable for variable in distinct if variable.trainable and training]
     others = [variable for variable in distinct if not (variable.trainable and training)]
-    untrained = [variable for variable in others if sharded_memory.piece_of(variable) is not None]
-    states = [variable for variable in others if sharded_memory.piece_of(variable) is None]
+    untrained = [variable for variable in others if sharded_memory.shard_of(variable) is not None]
+    states = [variable for variable in others if sharded_memory.shard_of(variable) is None]
     return StageVariables((*trained, *untrained), tuple(states), len(trained))
 
 
 def _captured(trace: StageTrace, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """Return the variables that a traced graph captures, instead of taking them as arguments."""
+    """Return the variables that a traced graph captures instead of taking them as arguments."""
     handles = {id(outer) for outer, _ in trace.graph.captures if outer.dtype == tf.resource}
     unseen = [
         variable

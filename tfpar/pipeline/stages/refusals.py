@@ -1,16 +1,15 @@
-"""What layers in a stage cannot do, refused when the stage is traced.
+"""Errors for layers that a stage does not support, raised when the stage is traced.
 
-A stage gives layers the values of their weights as tensors, which have gradients, and runs on devices that may belong
-to another process. A function with a gradient of its own must take what it reads as arguments:
+In a stage, the values of weights are tensors, and gradients are computed with respect to them. A function with a custom
+gradient must take the weights that it reads as arguments:
 
     kernel ──────────────┐                          kernel ──┐
                          ▼                                   ▼
     inputs ──► f: matmul(inputs, kernel) ──►        inputs ──► f: matmul(inputs, kernel) ──►
     reads the kernel: no gradient reaches it        takes it: its gradient is the second of f
 
-TensorFlow finds the variables that such a function reads, and gives its gradient function their list. Tensors are not
-among them: their gradients would be missing without a word. `tf.recompute_grad` and `keras.remat` return such
-functions.
+TensorFlow passes the variables that such a function reads to its gradient function, but not the tensors: their
+gradients would silently be missing. `tf.recompute_grad` and `keras.remat` return such functions.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ _GRADIENT = "_gradient_op_type"
 def refuse_python(graph: Any, devices: Sequence[str], caller: str) -> None:
     """Refuse Python functions in a graph that runs on a worker other than the chief.
 
-    TensorFlow would look for the function in the other process, and end the step with the error of a lost worker.
+    TensorFlow would look for the function in the other process, and report a lost worker.
 
     Args:
         graph: The graph of a concrete function.
         devices: The devices on which it runs.
-        caller: What calls the functions, the beginning of a sentence.
+        caller: The subject of the error message.
 
     Raises:
-        ValueError: If there are any.
+        ValueError: If such a graph calls a Python function.
 
     Example:
         >>> graph = tf.function(lambda x: tf.numpy_function(abs, [x], "float32")).get_concrete_function(1.0).graph
@@ -61,10 +60,10 @@ def refuse_assigned(parameters: Sequence[Any], new_values: Sequence[tf.Tensor | 
 
     Args:
         parameters: The trained weights.
-        new_values: The value of each after the forward pass; None for an unchanged one.
+        new_values: The value of each weight after the forward pass; None if unchanged.
 
     Raises:
-        ValueError: If one has changed.
+        ValueError: If a weight has changed.
     """
     for variable, new in zip(parameters, new_values, strict=True):
         if new is not None:
@@ -76,38 +75,34 @@ def refuse_assigned(parameters: Sequence[Any], new_values: Sequence[tf.Tensor | 
 
 
 def refuse_hidden_reads(graph: Any, parameters: Sequence[Any], trained: Sequence[tf.Tensor], inputs: Any) -> None:
-    """Refuse a function with a gradient of its own that reads what is trained without taking it as an argument.
+    """Refuse a function with a custom gradient that reads weights or activations without taking them as arguments.
 
     Args:
         graph: The graph of a forward pass.
         parameters: The trained weights.
-        trained: The tensors of the graph that are their values.
-        inputs: Those inputs of the stage that have a gradient.
+        trained: Their values, tensors of the graph.
+        inputs: The inputs of the stage that have a gradient.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there is such a function.
     """
-    for place in hidden_reads(graph, [*trained, *inputs]):
-        name = repr(parameters[place].path) if place < len(trained) else "the output of an earlier layer"
+    for index in hidden_reads(graph, [*trained, *inputs]):
+        name = repr(parameters[index].path) if index < len(trained) else "the output of an earlier layer"
         raise ValueError(
-            "Stages and shards give layers the values of their weights, and a function with a gradient of its own must "
-            f"take all that is trained as arguments, received one that reads {name}. Make it an argument; in place of "
-            "tf.recompute_grad and keras.remat, a pipeline has recompute=True. Or train on SingleDevice() or "
-            "Mirrored()."
+            "In stages and shards, a function with a custom gradient must take the weights and activations that it "
+            f"reads as arguments, received one that reads {name}. Make it an argument; in place of tf.recompute_grad "
+            "and keras.remat, use recompute=True of a pipeline. Or train on SingleDevice() or Mirrored()."
         )
 
 
 def hidden_reads(graph: Any, tensors: Sequence[tf.Tensor]) -> list[int]:
-    """Return which tensors functions with a gradient of their own read, but do not take as arguments.
+    """Return the indices of the tensors that functions with a custom gradient read, but do not take as arguments.
 
-    Functions in the bodies of loops and branches are not looked at.
+    Functions inside loops and conditionals are not checked.
 
     Args:
         graph: The graph of a forward pass.
-        tensors: Tensors of it, such as the values of weights.
-
-    Returns:
-        The places of those tensors in the list.
+        tensors: Tensors of the graph, such as the values of weights.
 
     Example:
         >>> @tf.custom_gradient
@@ -124,11 +119,11 @@ def hidden_reads(graph: Any, tensors: Sequence[tf.Tensor]) -> list[int]:
         if op.type == "IdentityN" and _GRADIENT in (attributes := op.node_def.attr):
             num_results = tf_custom_gradient.num_results(attributes[_GRADIENT].s.decode())
             read |= _needed(op.inputs[:num_results], stop=op.inputs[num_results:])
-    return [place for place, tensor in enumerate(tensors) if tensor.ref() in read]
+    return [index for index, tensor in enumerate(tensors) if tensor.ref() in read]
 
 
 def _needed(results: Iterable[tf.Tensor], stop: Iterable[tf.Tensor]) -> set[Any]:
-    """Return the `ref()` of the tensors that results depend on, not beyond others."""
+    """Return the `ref()` of the tensors that results depend on, up to and without `stop`."""
     needed, ends, waiting = set(), {tensor.ref() for tensor in stop}, list(results)
     while waiting:
         tensor = waiting.pop()
@@ -145,17 +140,17 @@ def refuse_mixed_losses(
     losses: Sequence[tf.Tensor],
     values: Sequence[Any],
 ) -> None:
-    """Refuse a result that depends on a loss of the whole batch and on the examples of a micro-batch.
+    """Refuse results that depend both on a loss of the whole batch and on the examples of a micro-batch.
 
     Args:
         stage: The stage.
-        whole_losses: The losses computed by its layers that are those of the whole batch.
-        outputs: Its outputs.
+        whole_losses: Losses of the whole batch, computed by layers of the stage.
+        outputs: The outputs of the stage.
         losses: The losses that its layers add.
-        values: Its inputs.
+        values: The inputs of the stage.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there is such a result.
     """
     if not whole_losses:
         return

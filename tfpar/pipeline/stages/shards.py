@@ -1,11 +1,11 @@
-"""Stages of several devices, each with a shard of the weights, as tensor parallelism divides layer calls.
+"""Stages on several devices, each with a shard of the weights (tensor parallelism).
 
     stage 0   device 0 ─┐            stage 1   device 2 ─┐
               device 1 ─┴─ sum ─► activation ─► device 3 ─┴─ sum
 
-The first device of a stage has all states. It receives and sends whole values, but for scores of classes, which the
-last stage sends to the loss in shards. Each shard of a divided weight is a parameter of the stage, on a device of its
-own, with its gradient and the tensors that its operations save.
+The first device of a stage holds all states, and receives and sends whole values, except for class scores, which the
+last stage sends to the loss in shards. Each shard of a weight is a parameter of the stage. Its gradient and the saved
+tensors of its operations are on the same device.
 """
 
 from __future__ import annotations
@@ -21,50 +21,45 @@ from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph.ir import Value
 
 
-class DividedCalls(Protocol):
-    """The layer calls of a stage, some of them divided."""
+class ShardedCalls(Protocol):
+    """The layer calls of a stage, some of which are sharded."""
 
     @property
     def devices(self) -> Sequence[str]:
-        """The device of each shard; the first runs what is not divided."""
+        """The device of each shard. The first also runs unsharded calls."""
 
     def run(self, tensors: dict[Value, Any], training: bool) -> None:
-        """Add the outputs of the layer calls to `tensors`; those that the stage sends are whole, on the first device.
+        """Run the layer calls, and add their outputs to `tensors`. The stage's outputs are whole, on the first device.
 
         Args:
-            tensors: The inputs of the stage.
-            training: Whether the model trains.
+            tensors: Tensors by value, including the inputs of the stage.
+            training: Whether the model is trained.
         """
 
 
 def shard_of(tensor: tf.Tensor, devices: Sequence[str]) -> int:
-    """Return the shard that computes a traced tensor: 0 for one without a device, or on another one.
-
-    Args:
-        tensor: A tensor of a graph.
-        devices: The device of each shard in the graph.
-    """
+    """Return the index of the shard that computes a traced tensor; 0 if it is not on one of the devices."""
     return shard_of_device(str(tensor.device), devices)
 
 
 def shard_of_device(name: str, devices: Sequence[str]) -> int:
-    """Return the shard of a device by its name, in full or in short; 0 for another one.
+    """Return the index of a device, by its full or short name; 0 if it is not one of the devices.
 
     Example:
         >>> shard_of_device("/job:localhost/device:CPU:3", ["/device:CPU:2", "/device:CPU:3"])
         1
     """
-    numbers = {_short(device): shard for shard, device in enumerate(devices)}
-    return numbers.get(_short(name), 0) if name else 0
+    indices = {_short(device): shard for shard, device in enumerate(devices)}
+    return indices.get(_short(name), 0) if name else 0
 
 
-def argument(tensor: tf.Tensor | None, devices: Sequence[str]) -> tf.Tensor | None:
-    """Return a copy of an argument on its shard, which waits for the control dependencies in force.
+def copy_argument(tensor: tf.Tensor | None, devices: Sequence[str]) -> tf.Tensor | None:
+    """Copy an argument on the device of its shard, after the current control dependencies.
 
-    TensorFlow 2.21 cannot apply them to imported operations.
+    TensorFlow 2.21 cannot apply control dependencies to imported operations.
 
     Args:
-        tensor: A tensor; one of type variant, and None, is returned as it is.
+        tensor: A tensor. Variants and None are returned unchanged.
         devices: The device of each shard.
     """
     if tensor is None or tensor.dtype == tf.variant:
@@ -75,12 +70,12 @@ def argument(tensor: tf.Tensor | None, devices: Sequence[str]) -> tf.Tensor | No
 
 
 def requested_device(name: str, devices: Sequence[str], jit_compile: bool = False) -> str:
-    """Return the device that an operation of a stage requests: none for the first shard, that of another one, the host.
+    """Return the device name for an operation of a stage: empty for the first shard, which is the default.
 
     Args:
-        name: Its device in the traced graph.
+        name: Device of the operation in the traced graph.
         devices: The device of each shard of the stage.
-        jit_compile: Whether XLA compiles the stage, which then uses no host.
+        jit_compile: Whether XLA compiles the stage. Then no operation is placed on the host.
 
     Example:
         >>> requested_device("/device:CPU:0", ["/device:GPU:2"]), requested_device("/device:GPU:2", ["/device:GPU:2"])
@@ -97,17 +92,17 @@ def _short(name: str) -> tuple[str | None, int | None]:
     return spec.device_type, spec.device_index
 
 
-def on_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
-    """Return the values of variables, each shard of a divided weight on its device.
+def copy_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    """Copy the values of shards to their devices, and return all values.
 
     Args:
-        variables: Keras variables, or shards of divided ones.
+        variables: Keras variables, or shards of variables.
         values: The value of each.
         devices: The device of each shard.
     """
     placed = []
     for variable, value in zip(variables, values, strict=True):
-        shard = sharded_memory.piece_of(variable)
+        shard = sharded_memory.shard_of(variable)
         if shard is None:
             placed.append(value)
             continue
@@ -116,11 +111,11 @@ def on_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Se
     return placed
 
 
-def on_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> Any:
-    """Return a copy of a graph for the devices of other shards.
+def replace_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> Any:
+    """Return a copy of a graph for the devices of another replica.
 
     Args:
-        operations: A `GraphDef`; operations of the first shard name no device, and others that of a shard or the host.
+        operations: A `GraphDef`, with devices as `requested_device` returns them.
         before: The device of each shard.
         after: The device of each shard in the copy.
     """

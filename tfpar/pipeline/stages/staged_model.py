@@ -32,11 +32,11 @@ class StagedModel:
     devices: Sequence[str]
 
     def flat_inputs(self, inputs: Any) -> dict[Value, tf.Tensor]:
-        """Return the inputs of the graph for inputs of the model, `[batch, ...]` each."""
+        """Return the tensor of each graph input, `[batch, ...]`, for inputs of the model."""
         return dict(zip(self.graph.inputs, model_graph.standardize(self.model, inputs), strict=True))
 
     def call(self, inputs: Any, training: bool) -> Any:
-        """Return the outputs of the model, `[batch, ...]` each; layers add their losses in the order of the stages."""
+        """Call the model stage by stage, which adds losses of layers in this order; return its outputs."""
         tensors: dict[Value, Any] = self.flat_inputs(inputs)
         for stage, device in zip(self.stages, self.devices, strict=True):
             with copied_to(device, stage.variables) as losses:
@@ -47,5 +47,5 @@ class StagedModel:
         return keras.tree.map_structure(lambda value: tensors[value], self.graph.outputs)
 
     def packed_outputs(self, outputs: Sequence[Any]) -> Any:
-        """Return flat outputs in the structure of the model's outputs."""
+        """Pack flat outputs into the structure of the model's outputs."""
         return keras.tree.pack_sequence_as(self.graph.outputs, outputs)

@@ -1,4 +1,4 @@
-"""The traced graph of a stage, its forward and its backward pass together, with its tensors by role."""
+"""The traced graph of a stage, with its tensors by role. It contains the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfpar.pipeline.stages.sparse_rows import Kinds
-from tfpar.pipeline.stages.values import Place, ValueSpec, spec_of_output
+from tfpar.pipeline.stages.values import BatchPosition, ValueSpec, output_spec
 from tfpar.reduction.gradients.gradient_addition import dense_parts, tensors_of
 from tfpar.reduction.gradients.row_numbers import Sources
 from tfpar.reduction.losses_in_call import Way
@@ -21,8 +21,8 @@ class StageVariables(NamedTuple):
     """The variables of a stage.
 
     Args:
-        parameters: Trained weights; with sharded weights, then large untrained ones. A divided weight is listed by its
-            shards.
+        parameters: Trained weights; then large untrained weights, if weights are sharded. A sharded weight is listed
+            shard by shard.
         states: All other variables, such as moving averages and random seeds.
         num_trained: The number of trained parameters, which come first.
     """
@@ -37,13 +37,13 @@ class BackwardTrace(NamedTuple):
 
     Args:
         output_gradients: A placeholder for the gradient of each output of the stage, or of each of its shards; None for
-            an output without a gradient.
-        input_gradients: The gradient of each input of the stage; None for none.
-        weight_gradients: The gradient of each parameter: a tensor, the rows of each lookup, or None for none.
-        totals: A placeholder for the sum of earlier gradients of each parameter; None where it has no dense gradient,
-            and where no micro-batch is earlier.
-        sums: Each weight gradient, added to its total if it has one.
-        kinds: The kind of each lookup of each weight gradient.
+            outputs without gradients.
+        input_gradients: The gradient of each input of the stage, or None.
+        weight_gradients: The gradient of each parameter: a tensor, the sparse rows of each lookup, or None.
+        totals: A placeholder for the sum of earlier gradients of each parameter; None if the gradient is not dense, or
+            there are no earlier micro-batches.
+        sums: Each weight gradient, with its total added.
+        kinds: The kind of each lookup in each parameter.
     """
 
     output_gradients: tuple[Any, ...]
@@ -55,12 +55,12 @@ class BackwardTrace(NamedTuple):
 
     @property
     def dense_sums(self) -> list[tf.Tensor]:
-        """The sums that are tensors."""
+        """The sums of dense gradients."""
         return [total for total in self.sums if isinstance(total, tf.Tensor)]
 
     @property
     def dense_totals(self) -> list[tf.Tensor]:
-        """The totals that exist."""
+        """The placeholders for totals, without None."""
         return [total for total in self.totals if total is not None]
 
 
@@ -71,27 +71,27 @@ class StageTrace:
     Args:
         graph: The graph of the forward and the backward pass.
         values: The inputs of the stage, then their masks.
-        variables: The values of its parameters, then of its states.
-        place: The micro-batch in its global batch.
-        scale: The gradient of one unit of each added loss, `[losses]`.
-        outputs: The outputs of the stage as they are sent; a sharded one is a tuple of tensors, one on each device.
-        activations: The activation of each output that is sent as logits; an empty text for others.
-        masks: The Keras mask of each output; None for none.
-        new_states: The new value of each state; None for an unchanged one.
+        variables: The values of the parameters, then of the states.
+        position: The position of the micro-batch in its global batch.
+        scale: The gradient with respect to each added loss, `[losses]`.
+        outputs: The outputs of the stage. A sharded output is a tuple of tensors, one on each device.
+        activations: The activation of each output that is sent as logits; an empty string for others.
+        masks: The Keras mask of each output, or None.
+        new_states: The new value of each state; None if unchanged.
         losses: The losses that the layers add, scalars.
-        ways: What the losses computed by its layers need of the whole batch.
-        uses_global_generator: Whether a layer draws from Keras' global generator, whose state is not an argument.
-        serves_equal_stages: Whether it follows from the layer calls alone, so that it serves stages with equal calls.
-        unmasked: Whether each input has no mask afterwards: Keras' MultiHeadAttention removes those of its inputs.
+        ways: For each loss that the layers compute, the totals over the batch that it needs.
+        uses_global_generator: Whether a layer uses Keras' global generator, whose state is not an argument.
+        serves_equal_stages: Whether the trace depends only on the layer calls, so that equal stages can share it.
+        unmasked: Whether each input has lost its mask: Keras' MultiHeadAttention removes those of its inputs.
         backward: The backward pass.
-        devices: The device of each shard in the graph; one for a stage on one device.
+        devices: The device of each shard in the graph.
         sources: What the tensors of the graph depend on.
     """
 
     graph: Any
     values: tuple[Any, ...]
     variables: tuple[tf.Tensor, ...]
-    place: Place
+    position: BatchPosition
     scale: tf.Tensor
     outputs: tuple[Any, ...]
     activations: tuple[str, ...]
@@ -109,8 +109,8 @@ class StageTrace:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """The arguments of the forward and the backward pass."""
-        of_forward = [*self.values, *self.variables, self.place, self.scale]
-        return tensors_of([*of_forward, self.backward.output_gradients, self.backward.totals])
+        forward = [*self.values, *self.variables, self.position, self.scale]
+        return tensors_of([*forward, self.backward.output_gradients, self.backward.totals])
 
     @property
     def results(self) -> list[tf.Tensor]:
@@ -119,39 +119,34 @@ class StageTrace:
 
     @property
     def output_specs(self) -> list[ValueSpec]:
-        """The spec of each output, in the order of the outputs of the stage."""
+        """The spec of each output."""
         gradients = self.backward.output_gradients
         outputs = zip(self.outputs, self.masks, gradients, self.activations, strict=True)
         return [
             ValueSpec(
-                spec_of_output(output),
-                spec_of_output(mask),
+                output_spec(output),
+                output_spec(mask),
                 needs_gradient=gradient is not None,
                 activation=activation,
-                source=self.sources.of(dense_parts(output)[0]),  # of sharded scores that of the first shard
+                source=self.sources.of(dense_parts(output)[0]),  # the first shard stands for all
             )
             for output, mask, gradient, activation in outputs
         ]
 
 
 def with_untrained_weights(variables: StageVariables, trace: StageTrace) -> tuple[StageVariables, StageTrace]:
-    """Return the same trace with its large untrained weights among the parameters.
-
-    Args:
-        variables: The variables of the stage.
-        trace: Its graph.
-    """
+    """Move large untrained weights of a stage from its states to its parameters, so that they are sharded."""
     num_parameters = len(variables.parameters)
     parameters, states = trace.variables[:num_parameters], trace.variables[num_parameters:]
     rows = list(zip(variables.states, states, trace.new_states, strict=True))
     is_weight = [new is None and old.dtype.is_floating and len(old.shape) > 1 for _, old, new in rows]
     weights = [row for row, chosen in zip(rows, is_weight, strict=True) if chosen]
     others = [row for row, chosen in zip(rows, is_weight, strict=True) if not chosen]
-    backward, none = trace.backward, (None,) * len(weights)
-    without_gradients = backward._replace(
-        weight_gradients=(*backward.weight_gradients, *none),
-        totals=(*backward.totals, *none),
-        sums=(*backward.sums, *none),
+    backward, no_gradients = trace.backward, (None,) * len(weights)
+    extended = backward._replace(
+        weight_gradients=(*backward.weight_gradients, *no_gradients),
+        totals=(*backward.totals, *no_gradients),
+        sums=(*backward.sums, *no_gradients),
         kinds=(*backward.kinds, *((),) * len(weights)),
     )
     in_order = (*parameters, *(value for _, value, _ in weights), *(value for _, value, _ in others))
@@ -159,24 +154,21 @@ def with_untrained_weights(variables: StageVariables, trace: StageTrace) -> tupl
     reordered = StageVariables(
         (*variables.parameters, *(row[0] for row in weights)), tuple(row[0] for row in others), variables.num_trained
     )
-    return reordered, dataclasses.replace(trace, variables=in_order, new_states=new_states, backward=without_gradients)
+    return reordered, dataclasses.replace(trace, variables=in_order, new_states=new_states, backward=extended)
 
 
 def trace_with_record(
     trace: Callable[..., Any], body: Callable[..., tuple[Any, Record]], *specs: Any
 ) -> tuple[Any, Record]:
-    """Trace a function that returns tensors and a record of its tensors by role.
+    """Trace a function, and return its concrete function with a record of the trace.
 
-    A concrete function returns copies of its results, and only tensors. The record contains the tensors of the traced
-    graph themselves, and values that are not tensors.
+    A concrete function returns only tensors, and these are copies. The record contains tensors of the traced graph
+    itself, and other values.
 
     Args:
-        trace: Returns the concrete function of a Python function and the specs of its arguments.
-        body: Returns the results of the function, a structure of tensors, and the record.
+        trace: Traces a Python function with the specs of its arguments.
+        body: Returns the results, a structure of tensors, and the record.
         *specs: The specs of the arguments.
-
-    Returns:
-        The concrete function and the record.
     """
     records: list[Record] = []
 
@@ -186,4 +178,4 @@ def trace_with_record(
         return results
 
     function = trace(traced, *specs)
-    return function, records[-1]  # TensorFlow traces again after a first trace that creates variables
+    return function, records[-1]  # TensorFlow traces a function twice if it creates variables

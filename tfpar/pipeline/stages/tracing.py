@@ -1,4 +1,4 @@
-"""The trace of a stage: its forward pass and, for training, its backward pass.
+"""Tracing of a stage: its forward pass and, for training, its backward pass.
 
 values ─► layer calls ─► outputs, losses, new states          forward
 input and weight gradients ◄─ gradients of the outputs        backward, by tf.gradients in the same graph
@@ -21,13 +21,13 @@ from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Value
-from tfpar.pipeline.partition.layer_settings import settings_of_calls
+from tfpar.pipeline.partition.layer_settings import call_settings
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.stages.refusals import refuse_assigned, refuse_hidden_reads, refuse_mixed_losses
-from tfpar.pipeline.stages.shards import DividedCalls, on_shards
-from tfpar.pipeline.stages.sparse_rows import by_lookups
+from tfpar.pipeline.stages.shards import ShardedCalls, copy_shards
+from tfpar.pipeline.stages.sparse_rows import rows_by_lookup
 from tfpar.pipeline.stages.trace import BackwardTrace, StageTrace, StageVariables, trace_with_record
-from tfpar.pipeline.stages.values import Place, ValueSpec
+from tfpar.pipeline.stages.values import BatchPosition, ValueSpec
 from tfpar.placement.weight_devices import follow_data
 from tfpar.reduction.gradients.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.gradients.row_numbers import Source, Sources
@@ -40,23 +40,23 @@ class StageTracer:
     """Traces the forward pass of a stage and, for training, its backward pass.
 
     Args:
-        stage: Its layer calls, inputs and outputs.
-        inputs: The specs of its inputs.
+        stage: The layer calls, inputs and outputs.
+        inputs: The spec of each input.
         variables: The variables whose values are arguments of the graph.
-        devices: The device of each shard of the stage; one for a stage on one device.
-        divided: Its divided layer calls; None for a stage on one device.
-        sharded_outputs: Outputs that it may send in shards: those that the loss alone takes.
+        devices: The device of each shard of the stage.
+        sharded_calls: The sharded layer calls; None for a stage on one device.
+        sharded_outputs: Outputs that may be sent in shards, because only the loss reads them.
         training: Whether the model is trained.
         accumulates: Whether gradients are added to those of earlier micro-batches.
         unused_outputs: Outputs that no loss depends on.
-        ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
+        ways: For each loss that layers of this or a later stage compute, the totals over the batch that it needs.
     """
 
     stage: Stage
     inputs: Sequence[ValueSpec]
     variables: StageVariables
     devices: Sequence[str]
-    divided: DividedCalls | None
+    sharded_calls: ShardedCalls | None
     sharded_outputs: Container[Value]
     training: bool
     accumulates: bool
@@ -65,14 +65,14 @@ class StageTracer:
 
     @property
     def key(self) -> Hashable:
-        """All that the trace depends on, among the stages of one model, if it follows from the layer calls alone."""
+        """A key that is equal for stages of the model with the same trace, if the trace serves equal stages."""
         variables = [*self.variables.parameters, *self.variables.states]
         shapes = [(tuple(variable.shape), variable.dtype) for variable in variables]
         values = [*self.stage.inputs, *(value for call in self.stage.calls for value in call.outputs)]
         outputs = [(values.index(value), value in self.unused_outputs) for value in self.stage.outputs]
         sizes = len(self.variables.parameters), self.variables.num_trained
         return (
-            settings_of_calls(self.stage.calls, self.stage.inputs),
+            call_settings(self.stage.calls, self.stage.inputs),
             tuple(self.inputs),
             tuple(shapes),
             sizes,
@@ -83,29 +83,33 @@ class StageTracer:
         """Return the traced graph of the stage.
 
         Raises:
-            ValueError: If a layer assigns a trained weight, hides one from its gradient, or computes from a loss what
-                micro-batches would change.
+            ValueError: If a layer assigns a trained weight, hides one from its gradient, or uses a loss in a way that
+                micro-batches do not support.
         """
         specs = [spec.spec for spec in self.inputs] + [spec.mask for spec in self.inputs if spec.mask is not None]
         variables = [*self.variables.parameters, *self.variables.states]
         variable_specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
         scale = tf.TensorSpec([None], keras.config.floatx())
-        _, trace = trace_with_record(_concrete_function, self._body, specs, variable_specs, Place.specs(), scale)
+        _, trace = trace_with_record(
+            _concrete_function, self._body, specs, variable_specs, BatchPosition.specs(), scale
+        )
         return trace
 
     def _body(
-        self, values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
+        self, values: list[Any], variable_values: list[tf.Tensor], position: BatchPosition, scale: tf.Tensor
     ) -> tuple[Any, StageTrace]:
         with host_sizes.sizes_on_host():
-            trace = self._traced(values, variable_values, place, scale)
+            trace = self._traced(values, variable_values, position, scale)
         return tensors_of([trace.outputs, trace.backward.input_gradients, trace.backward.sums]), trace
 
-    def _traced(self, values: list[Any], arguments: list[tf.Tensor], place: Place, scale: tf.Tensor) -> StageTrace:
+    def _traced(
+        self, values: list[Any], arguments: list[tf.Tensor], position: BatchPosition, scale: tf.Tensor
+    ) -> StageTrace:
         graph, variables = tf.compat.v1.get_default_graph(), self.variables
         sources = self._sources(values, arguments)
-        variable_values = on_shards([*variables.parameters, *variables.states], arguments, self.devices)
+        variable_values = copy_shards([*variables.parameters, *variables.states], arguments, self.devices)
         tensors = self._received(values)
-        forward = self._forward(tensors, variable_values, place)
+        forward = self._forward(tensors, variable_values, position)
         with tf.device(self.devices[0]):
             sent = self._sent(tensors)
             # A layer may add one value for each example; Keras sums them.
@@ -116,17 +120,17 @@ class StageTracer:
                 refuse_mixed_losses(self.stage, forward.whole_losses, sent.outputs, losses, values)
                 inputs = [tensor for tensor in differentiable if tensor is not None]
                 refuse_hidden_reads(graph, variables.parameters, arguments[: variables.num_trained], inputs)
-            serves_equal_stages = self.divided is None and _follows_from_calls(graph, forward)
-            with contextlib.nullcontext() if self.divided is None else follow_data():
+            serves_equal_stages = self.sharded_calls is None and _follows_from_calls(graph, forward)
+            with contextlib.nullcontext() if self.sharded_calls is None else follow_data():
                 backward = self._backward(sent.outputs, losses, scale, differentiable, variable_values, sources)
         return StageTrace(
-            graph, tuple(values), tuple(variable_values), place, scale, sent.outputs, sent.activations, sent.masks,
+            graph, tuple(values), tuple(variable_values), position, scale, sent.outputs, sent.activations, sent.masks,
             forward.new_states, losses, forward.ways, forward.uses_global_generator, serves_equal_stages,
             sent.unmasked, backward, self.devices, sources,
         )  # fmt: skip
 
     def _sources(self, values: Sequence[Any], variable_values: Sequence[tf.Tensor]) -> Sources:
-        """Return what the arguments depend on; a state may differ between micro-batches."""
+        """Return what the arguments depend on. States may differ between micro-batches."""
         num_trained = self.variables.num_trained
         pairs = zip(self.inputs, values, strict=False)
         known = {tensor.ref(): spec.source for spec, value in pairs for tensor in tensors_of(value)}
@@ -134,7 +138,7 @@ class StageTracer:
         return Sources(known | {tensor.ref(): Source.POSITIONS for tensor in variable_values[num_trained:]})
 
     def _received(self, values: Sequence[Any]) -> dict[Value, Any]:
-        """Return the inputs of the stage from their tensors and masks as they are sent."""
+        """Return the inputs of the stage from the tensors and masks that were sent."""
         masks = iter(values[len(self.inputs) :])
         with tf.device(self.devices[0]):
             return {
@@ -142,24 +146,24 @@ class StageTracer:
                 for value, spec, tensor in zip(self.stage.inputs, self.inputs, values, strict=False)
             }
 
-    def _forward(self, tensors: dict[Value, Any], values: Sequence[tf.Tensor], place: Place) -> _Forward:
+    def _forward(self, tensors: dict[Value, Any], values: Sequence[tf.Tensor], position: BatchPosition) -> _Forward:
         """Add the layer calls to the graph, and their outputs to `tensors`."""
         variables = self.variables
         pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
-        whole = [pair for pair in pairs if sharded_memory.piece_of(pair[0]) is None]
+        whole = [pair for pair in pairs if sharded_memory.shard_of(pair[0]) is None]
         with (
-            sharded_memory.with_values([pair for pair in pairs if sharded_memory.piece_of(pair[0]) is not None]),
+            sharded_memory.with_values([pair for pair in pairs if sharded_memory.shard_of(pair[0]) is not None]),
             tf.device(self.devices[0]),
             tf_tapes.replaced(whole, collect_losses=True) as scope,
-            random_state.replica_seeds(lambda: place.number),
-            # A scalar that a layer gives to a metric is weighted by the micro-batch's part of the batch.
-            keras_losses_in_call.scalars_weighted(lambda _: place.part),
-            in_part(self.ways, place.sums, place.part) as in_call,
+            random_state.replica_seeds(lambda: position.number),
+            # A scalar that a layer passes to a metric is weighted by the micro-batch's fraction of the batch.
+            keras_losses_in_call.scalars_weighted(lambda _: position.fraction),
+            in_part(self.ways, position.sums, position.fraction) as in_call,
         ):
-            if self.divided is None:
+            if self.sharded_calls is None:
                 model_graph.run(self.stage.calls, tensors, self.training)
             else:
-                self.divided.run(tensors, self.training)
+                self.sharded_calls.run(tensors, self.training)
             after = [scope.get_current_value(variable) for variable, _ in whole]
             uses_global_generator = random_state.draws_from_no_layer(scope, variables.states)
         changed = [None if new is old else new for new, (_, old) in zip(after, whole, strict=True)]
@@ -169,7 +173,7 @@ class StageTracer:
         return _Forward(tuple(changed[num_parameters:]), scope.losses, ways, whole_losses, uses_global_generator)
 
     def _sent(self, tensors: Mapping[Value, Any]) -> _Sent:
-        """Return what the stage sends after its layer calls."""
+        """Return what the stage sends to later stages."""
         sent = [keras_probabilities.sent_as(tensors[value]) for value in self.stage.outputs]
         outputs = tuple(
             _shards(tensor) if value in self.sharded_outputs else tensor
@@ -183,7 +187,7 @@ class StageTracer:
         self, outputs: Sequence[Any], losses: Sequence[tf.Tensor], scale: tf.Tensor,
         inputs: Sequence[Any], variable_values: Sequence[tf.Tensor], sources: Sources,
     ) -> BackwardTrace:  # fmt: skip
-        """Add the backward pass to the graph that is being traced."""
+        """Add the backward pass to the current graph."""
         variables, num_inputs = self.variables, len([tensor for tensor in inputs if tensor is not None])
         trained = list(variable_values[: variables.num_trained])
         differentiable = [*(tensor for tensor in inputs if tensor is not None), *trained]
@@ -193,12 +197,12 @@ class StageTracer:
             for value, output in zip(self.stage.outputs, outputs, strict=True)
         )
         gradients = _gradients(outputs, upstream, losses, scale, differentiable, reached)
-        # The gradient of rows of an input is sent whole: the stage before has no use for slices.
+        # Sparse gradients of inputs are sent as tensors, because the stage before cannot use slices.
         dense = iter([g if g is None else tf.convert_to_tensor(g) for g in gradients[:num_inputs]])
         input_gradients = tuple(None if tensor is None else next(dense) for tensor in inputs)
         untrained = [None] * (len(variables.parameters) - len(trained))
-        of_weights = [*gradients[num_inputs:], *untrained]
-        weight_gradients, kinds = by_lookups(of_weights, variables.parameters, sources)
+        parameter_gradients = [*gradients[num_inputs:], *untrained]
+        weight_gradients, kinds = rows_by_lookup(parameter_gradients, variables.parameters, sources)
         totals, sums = self._accumulated([*trained, *untrained], weight_gradients)
         return BackwardTrace(upstream, input_gradients, weight_gradients, totals, sums, kinds)
 
@@ -207,7 +211,7 @@ class StageTracer:
     ) -> tuple[tuple[tf.Tensor | None, ...], tuple[Any, ...]]:
         """Return placeholders for earlier sums of dense gradients, and all gradients with these added.
 
-        A sum is added while its gradient is in the processor's cache, and overwrites its memory.
+        Adding the sum right away finds the gradient in the processor's cache, and reuses its memory.
         """
         totals, sums = list[Any](), list[Any]()
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -241,29 +245,26 @@ def _concrete_function(body: Any, *specs: Any) -> Any:
 
 
 def _follows_from_calls(graph: Any, forward: _Forward) -> bool:
-    """Return whether a graph depends on nothing but its layer calls.
-
-    A captured tensor, or a state that TensorFlow holds for an operation, is that of one stage.
-    """
+    """Return whether a graph depends only on its layer calls, and not on captured tensors or states of operations."""
     is_stateful = any(op.op_def.is_stateful for op in graph.get_operations())
     return not (forward.ways or forward.uses_global_generator or graph.captures or is_stateful)
 
 
 def _shards(tensor: Any) -> Any:
-    """Return the shards of scores that have them, each on its device; any other tensor, and probabilities, as it is."""
-    shards = None if gathered_classes.are_probabilities(tensor) else gathered_classes.pieces_of(tensor)
+    """Return the shards of sharded class scores; any other tensor, and probabilities, unchanged."""
+    shards = None if gathered_classes.are_probabilities(tensor) else gathered_classes.shards_of(tensor)
     return tensor if shards is None else tuple(shards.tensors)
 
 
 def _upstream(output: Any, reached: Container[tf.Operation]) -> Any:
-    """Return a placeholder for the gradient of an output, of each of its shards, or None for no gradient."""
-    parts = dense_parts(output)
-    if not any(part.dtype.is_floating and part.op in reached for part in parts):
+    """Return a placeholder for the gradient of an output, or of each of its shards; None if it has no gradient."""
+    tensors = dense_parts(output)
+    if not any(tensor.dtype.is_floating and tensor.op in reached for tensor in tensors):
         return None
     placeholders = []
-    for part in parts:
-        with tf.device(part.device):
-            placeholders.append(tf.compat.v1.placeholder(part.dtype, part.shape))
+    for tensor in tensors:
+        with tf.device(tensor.device):
+            placeholders.append(tf.compat.v1.placeholder(tensor.dtype, tensor.shape))
     return tuple(placeholders) if isinstance(output, tuple) else placeholders[0]
 
 
@@ -271,7 +272,7 @@ def _gradients(
     outputs: Sequence[Any], upstream: Sequence[Any], losses: Sequence[tf.Tensor], scale: tf.Tensor,
     sources: Sequence[tf.Tensor], reached: Container[tf.Operation],
 ) -> Sequence[Any]:  # fmt: skip
-    """Return the gradient of each source, from those of the outputs and of the added losses; None for none."""
+    """Return the gradient of each source, or None, from the gradients of outputs and added losses."""
     sent = [output for output, gradient in zip(outputs, upstream, strict=True) if gradient is not None]
     ends = list(zip(dense_parts(sent), tensors_of(upstream), strict=True))
     ends += [(loss, tf.cast(scale[i], loss.dtype)) for i, loss in enumerate(losses) if loss.op in reached]

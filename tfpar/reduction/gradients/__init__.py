@@ -1,1 +1,1 @@
-"""Gradients of parts of a batch: their order, their sums, and the rows of sparse ones."""
+"""Gradients of parts of a batch: their sums, their order, and sparse gradient rows."""

@@ -1,11 +1,11 @@
-"""All-reduce of gradients over the replicas of a step: dense gradients in packs, optionally compressed.
+"""All-reduce of gradients over replicas, in packs and optionally compressed.
 
     backward pass   │ layer 3 │ layer 2 │ layer 1 │
     all-reduce                │ layer 3 │ layer 2 │ layer 1 │
 
-The all-reduces begin in the order of the backward pass, that of the last layer first, on every replica. Operations with
-one ordering token, or on one NCCL stream, run in the order of the graph: an all-reduce of the first layer in front
-would delay all others until the backward pass ends.
+Every replica starts the all-reduces in the order of the backward pass, last layer first. Operations with one ordering
+token, or on one NCCL stream, run in the order of the graph: an all-reduce of the first layer in front would delay all
+others until the backward pass ends.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ def all_reduce_gradients(
     compression: str | None = None,
     own_sums: Sums | None = None,
 ) -> list[Any]:
-    """Sum each gradient over all replicas; a `None` stays one.
+    """Sum each gradient over all replicas; None stays None.
 
     Args:
-        gradients: Tensors or `tf.IndexedSlices` of this replica, one a variable, in the order of the layers.
-        pack_bytes: Dense gradients are concatenated into packs of up to this many bytes, so that there are few large
-            messages; None sends each separately.
-        compression: The dtype to which dense gradients are rounded before they are sent, except scalars; None
-            rounds none.
-        own_sums: For some gradients, by number, a function that sums them over all replicas in another way, possibly
-            on one replica alone. It is called in their turn.
+        gradients: The gradient of each variable on this replica, a tensor or `tf.IndexedSlices`, in layer order.
+        pack_bytes: Dense gradients are concatenated into messages of up to this many bytes; None sends each alone.
+        compression: The dtype to which dense gradients except scalars are rounded for the transfer; None for no
+            rounding.
+        own_sums: Functions that replace the all-reduce of some gradients, by index.
 
     Returns:
         The sums, in the order of `gradients`.
@@ -43,8 +41,8 @@ def all_reduce_gradients(
         return list(gradients)
 
     def all_reduce(message: Any) -> Any:
-        # One call for each message: TensorFlow 2.21 joins the results of a call in one IdentityN. The graph optimizer
-        # takes it for a path from each message to each sum, removes control edges as redundant, and then the IdentityN.
+        # One call for each message: TensorFlow 2.21 joins the results of one call in an IdentityN. The graph optimizer
+        # takes it for a path from each message to each sum, and removes control edges as redundant.
         return context.all_reduce(tf.distribute.ReduceOp.SUM, message)
 
     return sum_in_packs(gradients, all_reduce, pack_bytes, compression, own_sums)
@@ -57,15 +55,7 @@ def sum_in_packs(
     compression: str | None = None,
     own_sums: Sums | None = None,
 ) -> list[Any]:
-    """Sum each gradient with a function for one message.
-
-    Args:
-        gradients: As for `all_reduce_gradients`.
-        all_reduce: Returns the sum of a message, a tensor or `tf.IndexedSlices`, over all members.
-        pack_bytes: As for `all_reduce_gradients`.
-        compression: As for `all_reduce_gradients`.
-        own_sums: As for `all_reduce_gradients`.
-    """
+    """Sum each gradient with `all_reduce`, a function of one message; other arguments as for `all_reduce_gradients`."""
     sums: dict[int, Any] = {}
     others = own_sums or {}
     for pack in _packs(gradients, others, pack_bytes, compression):
@@ -79,7 +69,7 @@ def sum_in_packs(
 
 
 def _parts(total: Any, gradients: Sequence[Any], pack: Sequence[int]) -> dict[int, Any]:
-    """Return the sums of the gradients of a pack from the sum of its message."""
+    """Split the sum of a message into the sums of the gradients in its pack."""
     if len(pack) == 1 and not _is_matrix(gradients[pack[0]]):
         return {pack[0]: total}
     parts = tf.split(total, [gradients[index].shape.num_elements() for index in pack]) if len(pack) > 1 else [total]
@@ -87,11 +77,11 @@ def _parts(total: Any, gradients: Sequence[Any], pack: Sequence[int]) -> dict[in
 
 
 def as_vector(message: tf.Tensor) -> tf.Tensor:
-    """Return a message as a vector.
+    """Flatten a message, so that its collective starts early.
 
-    TensorFlow 2.21's executor runs a cheap operation, such as a reshape, at once, and the collective after it. As an
-    output of the expensive operation that computes the message, the collective would wait in the queue of the threads:
-    with one thread, for the end of the backward pass.
+    TensorFlow 2.21's executor runs a cheap operation such as a reshape at once, and then the collective. Directly after
+    the expensive operation that computes the message, the collective would be queued: with one thread, until the end of
+    the backward pass.
     """
     return tf.reshape(message, [-1])
 
@@ -107,11 +97,7 @@ def _is_matrix(gradient: Any) -> bool:
 
 
 def rounded(message: Any, dtype: Any) -> Any:
-    """Return a message, or its sum, in another dtype; a scalar, indexed slices and any with None stay as they are.
-
-    Args:
-        message: A tensor or `tf.IndexedSlices`.
-        dtype: The dtype; None rounds none.
+    """Cast a message or its sum; scalars and `tf.IndexedSlices` stay as they are, and so does all if `dtype` is None.
 
     Example:
         >>> rounded(tf.zeros([2]), "bfloat16").dtype
@@ -126,9 +112,9 @@ def _packs(
 ) -> list[list[int]]:
     """Group gradients into packs, in the order in which the backward pass completes them.
 
-    Dense gradients of a dtype form packs of at most `pack_bytes`, a larger gradient is a separate pack, and so is a
-    gradient of `others`. Small gradients, such as those of biases, do not begin a new pack after each large one: few
-    messages matter more than an early one of some kilobytes.
+    Dense gradients of one dtype share packs of at most `pack_bytes`. A larger gradient, and each of `others`, is a pack
+    of its own. Small gradients, such as those of biases, do not begin a new pack after each large one: few messages
+    matter more than an early one of some kilobytes.
     """
     packs: list[list[int]] = []
     open_packs: dict[tf.DType, tuple[list[int], int]] = {}
@@ -153,7 +139,7 @@ def _packs(
 
 
 def _is_packed(gradient: Any, compression: str | None) -> bool:
-    """Return whether a gradient may share a message: it is dense, and rounded as the others of its pack."""
+    """Return whether a gradient may share a message: it is dense, and rounded like the others."""
     if isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
         return False
     return compression is None or gradient.shape.rank > 0

@@ -1,4 +1,4 @@
-"""Sums of gradients in TensorFlow's forms: a tensor, indexed slices (of an embedding), or None."""
+"""Sums of gradients, each a tensor, `tf.IndexedSlices` (of an embedding) or None."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import tensorflow as tf
 
 
 def tensors_of(structure: Any) -> list[tf.Tensor]:
-    """Return all tensors in a structure, including those of indexed slices."""
+    """Return all tensors in a structure, including the components of `tf.IndexedSlices`."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
     return [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, str)]
 
 
 def dense_part(tensor: Any) -> Any:
-    """Return the differentiable part of a tensor: the values of a ragged or sparse tensor, or the tensor."""
+    """Return the differentiable part of a tensor: the values of a ragged or sparse tensor, else the tensor."""
     if isinstance(tensor, tf.SparseTensor):
         return tensor.values
     return tensor.flat_values if isinstance(tensor, tf.RaggedTensor) else tensor
 
 
 def dense_parts(structure: Any) -> list[Any]:
-    """Return the differentiable part of each tensor of a structure, such as a tensor in pieces."""
-    return [dense_part(one) for one in tf.nest.flatten(structure)]
+    """Return the differentiable part of each tensor in a structure."""
+    return [dense_part(leaf) for leaf in tf.nest.flatten(structure)]
 
 
 def spec_of(tensor: Any) -> tf.TypeSpec:
@@ -45,7 +45,7 @@ def spec_of(tensor: Any) -> tf.TypeSpec:
 
 
 def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
-    """Return a tensor, indexed slices, rows of lookups or None with the values of its traced tensors."""
+    """Replace the traced tensors of a gradient (a tensor, `tf.IndexedSlices`, rows of lookups or None) by values."""
     if isinstance(structure, tuple):
         return tuple(
             rows._replace(values=known[rows.values.ref()], indices=known[rows.indices.ref()]) for rows in structure
@@ -57,7 +57,7 @@ def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
 
 
 def reached_from(tensors: Sequence[Any], stop: Container[tf.Operation] = ()) -> set[tf.Operation]:
-    """Return the operations that depend on tensors, their own included, except through the operations of `stop`."""
+    """Return the operations of some tensors and all that depend on them, not searching beyond those in `stop`."""
     waiting = tensors_of(tensors)
     reached = {tensor.op for tensor in waiting}
     while waiting:
@@ -68,26 +68,21 @@ def reached_from(tensors: Sequence[Any], stop: Container[tf.Operation] = ()) -> 
     return reached
 
 
-def plus(one: Any, other: Any) -> Any:
-    """Add two gradients, each a tensor, indexed slices or None; the sum stays sparse where both are.
+def plus(first: Any, second: Any) -> Any:
+    """Add two gradients of one weight; two sparse gradients are concatenated, so that the sum stays sparse.
 
-    Keras' Adam applies duplicate IndexedSlices rows separately. To match one device, slices of per-example lookups are
-    concatenated. Slices of lookups that do not depend on the batch (e.g. positions) are summed.
-
-    Args:
-        one: A gradient.
-        other: A gradient of the same weight.
+    Keras' Adam applies duplicate rows separately, as it does on one device for rows of different examples.
     """
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        indices = [one.indices, other.indices]
-        if one.indices.dtype != other.indices.dtype:
-            indices = [tf.cast(some, tf.int64) for some in indices]
-        return tf.IndexedSlices(tf.concat([one.values, other.values], 0), tf.concat(indices, 0), one.dense_shape)
-    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+    if first is None or second is None:
+        return second if first is None else first
+    if isinstance(first, tf.IndexedSlices) and isinstance(second, tf.IndexedSlices):
+        indices = [first.indices, second.indices]
+        if first.indices.dtype != second.indices.dtype:
+            indices = [tf.cast(rows, tf.int64) for rows in indices]
+        return tf.IndexedSlices(tf.concat([first.values, second.values], 0), tf.concat(indices, 0), first.dense_shape)
+    return tf.convert_to_tensor(first) + tf.convert_to_tensor(second)
 
 
 def sum_of(gradients: Iterable[Any]) -> Any:
-    """Return the sum of gradients, each a tensor, indexed slices or None; None for no gradients."""
+    """Return the sum of gradients; None if there are none."""
     return functools.reduce(plus, gradients, None)

@@ -1,11 +1,11 @@
-"""The order of a backward pass on replicas: the gradient of a layer's weights before that of its inputs.
+"""Compute the gradient of a layer's weights before that of its inputs, so that its all-reduce overlaps.
 
     output gradient of layer 3 ──► gradient of its weights ──► all-reduce
                             └────► gradient of its inputs ──► output gradient of layer 2 …
 
-TensorFlow 2.21's executor continues with the operation that became ready last, until the chain of such operations ends.
-On one thread, and in the order of the launches on a GPU, it computes all input gradients first and the large weight
-gradients after them: no all-reduce would overlap with the backward pass.
+TensorFlow 2.21's executor continues with the operation that became ready last. On one thread, and in the order of the
+launches on a GPU, it would compute all input gradients first and the large weight gradients last: no all-reduce would
+overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ _SAME_VALUES = ("Identity", "Reshape", "Transpose", "Cast")
 
 
 def compute_early(gradients: Sequence[Any], loss: tf.Tensor) -> None:
-    """Delay the gradients of inputs until the gradients of large weights that use the same output gradient.
+    """Make input gradients wait for the gradients of large weights that use the same output gradient.
 
     Args:
         gradients: The gradients of the weights, as the tape returned them.
-        loss: The loss, a scalar; in its graph the operations after it are those of the backward pass.
+        loss: The scalar loss; the operations created after it are the backward pass.
     """
     if not tf.is_symbolic_tensor(loss):
         return
     is_backward = _after(loss)
-    dense = [one for one in gradients if isinstance(one, tf.Tensor)]
+    dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
     producers = {_producer(gradient, is_backward) for gradient in dense}
     for producer in dict.fromkeys(_producer(gradient, is_backward) for gradient in dense if _is_large(gradient)):
-        received = {one.ref(): one for one in producer.inputs if one.dtype.is_floating and is_backward(one.op)}
-        if len(received) == 1:
-            (output_gradient,) = received.values()
-            # The producer depends on this output gradient and on the forward pass only, and not on the operations that
-            # also use the output gradient: the new edges form no cycle.
+        inputs = [tensor for tensor in producer.inputs if tensor.dtype.is_floating and is_backward(tensor.op)]
+        if len({tensor.ref() for tensor in inputs}) == 1:
+            output_gradient = inputs[0]
+            # No cycle: the producer depends only on this output gradient and on the forward pass.
             tf_graph.run_before(producer, [op for op in output_gradient.consumers() if op not in producers])
 
 
 def use_early(message: tf.Tensor, contains: tf.Tensor, output_gradient: tf.Tensor, loss: tf.Tensor) -> None:
-    """Delay all other operations on an output gradient until a message that contains it is ready.
+    """Make all other uses of an output gradient wait for a message that contains it.
 
     Args:
-        message: A tensor that is computed from `contains` and from the forward pass.
-        contains: A tensor that is computed from the output gradient and from the forward pass, in one operation.
+        message: The message, computed from `contains` and from the forward pass.
+        contains: The result of one operation on the output gradient.
         output_gradient: The gradient of a layer's outputs.
         loss: As for `compute_early`.
     """
@@ -56,7 +55,7 @@ def use_early(message: tf.Tensor, contains: tf.Tensor, output_gradient: tf.Tenso
 
 
 def _after(loss: tf.Tensor) -> Callable[[tf.Operation], bool]:
-    """Return a function that tells whether an operation was created after the loss."""
+    """Return a function: whether an operation was created after the loss."""
     operations = loss.graph.get_operations()
     later = set(operations[operations.index(loss.op) + 1 :])
     return later.__contains__

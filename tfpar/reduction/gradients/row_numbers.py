@@ -1,12 +1,12 @@
-"""What the row numbers of a sparse gradient depend on, read from the graph of a traced gradient; nothing runs.
+"""What the row numbers of a sparse gradient depend on, read from its traced graph without running it.
 
-    tokens ─► cast ─► reshape ─► row numbers            of each example alone: a batch lists those of all its parts
-    shape of the tokens ─► range ─► row numbers         positions: the longest part of a batch has those of all
-    tokens ─► unique ─► row numbers                     each number once
-    tokens ─► maximum over examples ─► row numbers      mixed: those of a batch follow from no part
+    tokens ─► cast ─► reshape ─► row numbers            examples: the batch has the rows of all its parts
+    shape of the tokens ─► range ─► row numbers         positions: the longest part has the rows of the batch
+    tokens ─► unique ─► row numbers                     distinct: each number once
+    tokens ─► maximum over examples ─► row numbers      mixed: no part determines the rows of the batch
 
-An operation that is not named here computes each example from that example, as almost all do. Where one mixes examples
-and the outputs show it, other checks refuse the layer; where they do not, the sum of the rows is right in any case.
+Operations not named here are taken to compute each example alone, as almost all do. If one mixes examples and the
+outputs show it, the study refuses the layer; otherwise the sum of the rows is right anyway.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tfpar._compat.graphs import tf_graph
 
 
 class Source(enum.IntEnum):
-    """What a tensor depends on. The result of most operations is the largest of their inputs.
+    """What a tensor depends on. Most operations return the largest source of their inputs.
 
     Attributes:
         CONSTANT: The same values in every part of a batch.
-        EXTENT: A size or a maximum: that of a batch is the largest of its parts.
+        EXTENT: A size or a maximum: that of the batch is the largest of its parts.
         POSITIONS: Numbers up to an extent, and values of variables.
-        DISTINCT: Each value of some examples once.
-        MIXED: Several examples together, or their places in the batch.
-        EXAMPLES: Values of each example alone, one example after the other along the first axis.
+        DISTINCT: Each value that occurs in some examples, once.
+        MIXED: Several examples together, or their positions in the batch.
+        EXAMPLES: Values of each example alone, in the order of the examples along the first axis.
     """
 
     CONSTANT = 0
@@ -42,27 +42,27 @@ class Source(enum.IntEnum):
 
 _RANDOM = ("Random", "Sampler", "Multinomial", "TruncatedNormal", "StatefulUniform", "StatefulStandardNormal")
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
-# TensorFlow counts them as stateful, and their results follow from their inputs.
+# Stateful for TensorFlow, but their results follow from their inputs.
 _PURE = {"LookupTableFindV2", "If", "While", "Case", "Assert"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _SAME_VALUES = {"Reshape", "ExpandDims", "Squeeze", "EnsureShape", "Transpose", "Reverse", "ReverseV2"}
 _REDUCTIONS = {"Sum", "Mean", "Min", "Max", "Prod", "Any", "All", "ArgMin", "ArgMax", "Cumsum", "Cumprod"}
 _UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
-# The gradients of sums of looked-up rows list each row once.
+# The gradients of sums over looked-up rows have each row once.
 _ROWS_OF_SUMS = {f"SparseSegment{kind}GradV2" for kind in ("Sum", "Mean", "SqrtN")}
-# Different numbers stay different; Keras adds the number of rows to negative ones.
+# Different numbers stay different. Keras adds the number of rows to negative ones.
 _ONE_TO_ONE = {"Identity", "Cast", "AddV2", "Sub", "Neg", "SelectV2", "Less", "StopGradient", *_SAME_VALUES}
 _ARITHMETIC = {"AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "RealDiv", "Minimum", "Maximum", "Pow", "SelectV2"}
 _OF_ALL_REPLICAS, _OF_EACH = "tfpar_rows_of_all_replicas", "tfpar_rows_of_each_replica"
 
 
 def of_all_replicas(tensor: Any) -> Any:
-    """Return a tensor that is known to be the same on all replicas, such as the rows of the whole batch."""
+    """Mark a tensor as equal on all replicas, such as the rows of the whole batch."""
     return tf.identity(tensor, _OF_ALL_REPLICAS)
 
 
 def of_each_replica(tensor: Any) -> Any:
-    """Return a tensor that is known to have the rows of the examples of a replica."""
+    """Mark a tensor as rows of the examples of the calling replica."""
     return tf.identity(tensor, _OF_EACH)
 
 
@@ -70,15 +70,15 @@ class Sources:
     """What the tensors of a graph depend on.
 
     Args:
-        known: The sources of some tensors, by `tensor.ref()`. Any other argument of the graph has values of examples if
-            it has an axis; a scalar is taken for a size or a number of the part.
+        known: The sources of some tensors, by `tensor.ref()`. Any other graph input counts as values of examples, or as
+            a size (`MIXED`) if it is a scalar.
 
     Example:
         >>> with tf.Graph().as_default():
         ...     tokens = tf.compat.v1.placeholder("int32", [None, 8])
         ...     flat = tf.reshape(tokens, [-1])
         ...     rows = flat + 1, tf.range(tf.reduce_max(tokens)), tf.unique(flat).y
-        >>> [Sources().of(one).name for one in rows]
+        >>> [Sources().of(tensor).name for tensor in rows]
         ['EXAMPLES', 'POSITIONS', 'DISTINCT']
     """
 
@@ -90,38 +90,37 @@ class Sources:
         """Return what a symbolic tensor depends on."""
         waiting = [tensor.op]
         while waiting:
-            before = [one.op for one in waiting[-1].inputs if one.ref() not in self._known]
-            if before:
-                waiting += before
+            unknown = [tensor.op for tensor in waiting[-1].inputs if tensor.ref() not in self._known]
+            if unknown:
+                waiting += unknown
             else:
                 self._add(waiting.pop())
         return self._known[tensor.ref()]
 
     def _add(self, op: Any) -> None:
-        if any(one.ref() not in self._known for one in op.outputs):
-            found = zip(op.outputs, self._results(op), strict=True)
-            for one, source in found:
-                self._known.setdefault(one.ref(), source)
+        if any(output.ref() not in self._known for output in op.outputs):
+            for output, source in zip(op.outputs, self._results(op), strict=True):
+                self._known.setdefault(output.ref(), source)
 
     def _results(self, op: Any) -> Sequence[Source]:
-        given = [self._known[one.ref()] for one in op.inputs]
+        sources = [self._known[tensor.ref()] for tensor in op.inputs]
         if op.type in _CALLS:
             (graph,) = tf_graph.called_graphs(op)
-            inner = Sources({one.ref(): source for one, source in zip(graph.inputs, given, strict=True)})
-            return [inner.of(one) for one in graph.outputs]
+            inner = Sources({tensor.ref(): source for tensor, source in zip(graph.inputs, sources, strict=True)})
+            return [inner.of(output) for output in graph.outputs]
         if op.type == "IdentityN":
-            return given
+            return sources
         if op.type == "Unpack":
-            return _unpacked(op, given[0])
-        if op.type in _UNIQUE and given[0] > Source.POSITIONS:
+            return _unpacked(op, sources[0])
+        if op.type in _UNIQUE and sources[0] > Source.POSITIONS:
             return [Source.DISTINCT, *[Source.MIXED] * (len(op.outputs) - 1)]
-        if op.type in _ROWS_OF_SUMS and given[1] > Source.POSITIONS:
+        if op.type in _ROWS_OF_SUMS and sources[1] > Source.POSITIONS:
             return [Source.MIXED, Source.DISTINCT]
-        source = _result(op, given) if given else self._root(op)
+        source = _result(op, sources) if sources else self._root(op)
         return [source] * len(op.outputs)
 
     def _root(self, op: Any) -> Source:
-        """Return the source of the result of an operation without inputs."""
+        """Return the source of an operation without inputs."""
         (tensor, *_) = op.outputs
         outer = self._outer(op.graph, tensor)
         if op.type == "Const" or tensor.dtype == tf.resource:
@@ -131,15 +130,15 @@ class Sources:
         return Source.MIXED if tensor.shape.rank == 0 and tensor.dtype != tf.variant else Source.EXAMPLES
 
     def _outer(self, graph: Any, tensor: tf.Tensor) -> Any:
-        """Return the tensor outside of a function that it captures as a tensor; None for any other one."""
+        """Return the outer tensor that a function captures as `tensor`; None if it is not captured."""
         if graph not in self._captured:
             self._captured[graph] = {inner.ref(): outer for outer, inner in getattr(graph, "captures", ())}
         return self._captured[graph].get(tensor.ref())
 
 
-def _result(op: Any, given: Sequence[Source]) -> Source:
-    """Return the source of all results of an operation."""
-    name, first, largest = op.name.rpartition("/")[2], given[0], max(given)
+def _result(op: Any, sources: Sequence[Source]) -> Source:
+    """Return the source of all outputs of an operation with inputs."""
+    name, first, largest = op.name.rpartition("/")[2], sources[0], max(sources)
     if name.startswith(_OF_ALL_REPLICAS):
         return Source.CONSTANT
     if name.startswith(_OF_EACH) or any(word in op.type for word in _RANDOM):
@@ -149,22 +148,22 @@ def _result(op: Any, given: Sequence[Source]) -> Source:
     if op.op_def.is_stateful and op.type not in _PURE:
         return Source.EXAMPLES
     if op.type in _RULES:
-        return _RULES[op.type](op, given)
+        return _RULES[op.type](op, sources)
     if op.type in _SAME_VALUES:
         return first
     if op.type in _REDUCTIONS:
         return _reduced(op, first)
-    if Source.DISTINCT in given and largest == Source.DISTINCT:
-        others = [source for source in given if source != Source.DISTINCT]
+    if Source.DISTINCT in sources and largest == Source.DISTINCT:
+        others = [source for source in sources if source != Source.DISTINCT]
         return Source.DISTINCT if op.type in _ONE_TO_ONE and max(others, default=0) <= Source.EXTENT else Source.MIXED
-    return Source.MIXED if op.type in _ARITHMETIC and Source.MIXED in given else largest
+    return Source.MIXED if op.type in _ARITHMETIC and Source.MIXED in sources else largest
 
 
-def _shape(op: Any, given: Sequence[Source]) -> Source:
-    """Return the source of a shape, which has the number of examples as its first element."""
-    if given[0] <= Source.EXTENT:
-        return given[0]
-    return Source.EXTENT if given[0] == Source.POSITIONS else Source.MIXED
+def _shape(op: Any, sources: Sequence[Source]) -> Source:
+    """Return the source of a shape, whose first element is the number of examples."""
+    if sources[0] <= Source.EXTENT:
+        return sources[0]
+    return Source.EXTENT if sources[0] == Source.POSITIONS else Source.MIXED
 
 
 def _is_shape(tensor: tf.Tensor, source: Source) -> bool:
@@ -179,29 +178,29 @@ def _unpacked(op: Any, source: Source) -> list[Source]:
     return [taken] * len(op.outputs)
 
 
-def _sliced(op: Any, given: Sequence[Source]) -> Source:
-    """Return the source of a slice: of all examples with the whole first axis, or without one end as for lengths."""
-    begin, end, strides = (tf.get_static_value(one) for one in op.inputs[1:])
+def _sliced(op: Any, sources: Sequence[Source]) -> Source:
+    """Return the source of a slice, which keeps that of examples along all of the first axis or all but one end."""
+    begin, end, strides = (tf.get_static_value(tensor) for tensor in op.inputs[1:])
     from_start, to_end, skips = (op.get_attr(f"{name}_mask") & 1 for name in ("begin", "end", "ellipsis"))
-    if _is_shape(op.inputs[0], given[0]):
+    if _is_shape(op.inputs[0], sources[0]):
         return Source.MIXED if from_start or begin is None or begin[0] == 0 else Source.EXTENT
-    if given[0] not in (Source.DISTINCT, Source.EXAMPLES) or skips or op.get_attr("new_axis_mask") & 1:
-        return max(given)
+    if sources[0] not in (Source.DISTINCT, Source.EXAMPLES) or skips or op.get_attr("new_axis_mask") & 1:
+        return max(sources)
     starts = from_start or (begin is not None and begin[0] == 1 and to_end)
     ends = to_end or (end is not None and end[0] == -1 and from_start)
     is_whole = starts and ends and strides is not None and abs(strides[0]) == 1
-    return max(given) if is_whole else Source.MIXED
+    return max(sources) if is_whole else Source.MIXED
 
 
-def _cut_out(op: Any, given: Sequence[Source]) -> Source:
-    begin, size = (tf.get_static_value(one) for one in op.inputs[1:])
+def _cut_out(op: Any, sources: Sequence[Source]) -> Source:
+    begin, size = (tf.get_static_value(tensor) for tensor in op.inputs[1:])
     is_whole = begin is not None and begin[0] == 0 and (size is None or size[0] == -1)
-    return given[0] if is_whole or given[0] not in (Source.DISTINCT, Source.EXAMPLES) else Source.MIXED
+    return sources[0] if is_whole or sources[0] not in (Source.DISTINCT, Source.EXAMPLES) else Source.MIXED
 
 
-def _gathered(op: Any, given: Sequence[Source]) -> Source:
-    """Return the source of rows of a table, or of a choice among the rows of examples."""
-    rows, numbers = given[:2]
+def _gathered(op: Any, sources: Sequence[Source]) -> Source:
+    """Return the source of rows gathered from a table, or from examples."""
+    rows, numbers = sources[:2]
     axis = tf.get_static_value(op.inputs[2]) if op.type == "GatherV2" else 0
     if _is_shape(op.inputs[0], rows):
         chosen = tf.get_static_value(op.inputs[1])
@@ -222,27 +221,27 @@ def _reduced(op: Any, source: Source) -> Source:
 
 
 def _is_along_first(axes: tf.Tensor, rank: int | None) -> bool:
-    """Return whether axes may include the first one."""
+    """Return whether axes may include the first axis."""
     known = tf.get_static_value(axes)
     if known is None:
         return True
     return any(axis == 0 or rank is None or axis == -rank for axis in known.reshape([-1]))
 
 
-def _sorted(op: Any, given: Sequence[Source]) -> Source:
-    return Source.MIXED if given[0] == Source.EXAMPLES and op.inputs[0].shape.rank == 1 else max(given)
+def _sorted(op: Any, sources: Sequence[Source]) -> Source:
+    return Source.MIXED if sources[0] == Source.EXAMPLES and op.inputs[0].shape.rank == 1 else max(sources)
 
 
-def _ranged(op: Any, given: Sequence[Source]) -> Source:
-    largest = max(given)
+def _ranged(op: Any, sources: Sequence[Source]) -> Source:
+    largest = max(sources)
     if largest in (Source.CONSTANT, Source.POSITIONS):
         return largest
     return Source.POSITIONS if largest == Source.EXTENT else Source.MIXED
 
 
-def _repeated(op: Any, given: Sequence[Source]) -> Source:
-    """Return the source of values that are repeated, for each example if the number of examples is in the shape."""
-    shape, value = given if op.type == "Fill" else given[::-1]
+def _repeated(op: Any, sources: Sequence[Source]) -> Source:
+    """Return the source of repeated values: `EXAMPLES` if the shape holds the number of examples."""
+    shape, value = sources if op.type == "Fill" else sources[::-1]
     if value in (Source.DISTINCT, Source.MIXED):
         return Source.MIXED
     if shape >= Source.DISTINCT:
@@ -250,25 +249,25 @@ def _repeated(op: Any, given: Sequence[Source]) -> Source:
     return max(value, Source.CONSTANT if shape == Source.CONSTANT else Source.POSITIONS)
 
 
-def _joined(op: Any, given: Sequence[Source]) -> Source:
-    """Return the source of joined values: several sources along the first axis have none in common."""
+def _joined(op: Any, sources: Sequence[Source]) -> Source:
+    """Return the source of concatenated values; different sources along the first axis are `MIXED`."""
     is_new = op.type == "Pack"
-    parts = given if is_new else given[:-1]
+    parts = sources if is_new else sources[:-1]
     along_first = op.get_attr("axis") == 0 if is_new else _is_along_first(op.inputs[-1], op.outputs[0].shape.rank)
     if not along_first or max(parts) <= Source.POSITIONS or {*parts} == {Source.EXAMPLES}:
-        return max(given)
+        return max(sources)
     return Source.MIXED
 
 
-def _split(op: Any, given: Sequence[Source]) -> Source:
+def _split(op: Any, sources: Sequence[Source]) -> Source:
     axis, parts = (0, 1) if op.type == "Split" else (2, 0)
     along_first = _is_along_first(op.inputs[axis], op.inputs[parts].shape.rank)
-    return Source.MIXED if along_first and given[parts] == Source.EXAMPLES else given[parts]
+    return Source.MIXED if along_first and sources[parts] == Source.EXAMPLES else sources[parts]
 
 
 _RULES: dict[str, Callable[[Any, Sequence[Source]], Source]] = {
     **dict.fromkeys(("Shape", "Size"), _shape),
-    "Rank": lambda op, given: Source.CONSTANT,
+    "Rank": lambda op, sources: Source.CONSTANT,
     "StridedSlice": _sliced,
     "Slice": _cut_out,
     **dict.fromkeys(("GatherV2", "GatherNd"), _gathered),

@@ -1,1 +1,1 @@
-"""Losses and metrics of scores in shards along the classes."""
+"""Losses and metrics of class scores that are sharded over devices."""

@@ -1,11 +1,11 @@
-"""Scores of classes that Keras sees as one tensor, and that losses and metrics read in pieces.
+"""Sharded class scores that Keras sees as one tensor.
 
-    device 0   piece ─┐                 ┌─ cross-entropy, argmax, top k: from the pieces
+    device 0   shard ─┐                 ┌─ cross-entropy, argmax, top k: computed on the shards
                       ├─ whole tensor ──┤
-    device 1   piece ─┘                 └─ anything else: gathered, on the first device
+    device 1   shard ─┘                 └─ anything else: reads the whole tensor on the first device
 
-The whole tensor is the concatenation of the pieces. TensorFlow computes no operation that nothing reads, so the pieces
-are gathered only where a loss or a metric reads the tensor in another way.
+The whole tensor is the concatenation of the shards. TensorFlow prunes the concatenation unless a loss or metric reads
+the tensor in another way.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat.variables import keras_class_pieces
+from tfpar._compat.variables import keras_class_shards
 from tfpar.reduction.vocabulary import vocabulary_losses, vocabulary_metrics
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards
 
-_ATTRIBUTE = "_tfpar_class_pieces"
+_ATTRIBUTE = "_tfpar_class_shards"
 
 
-def note_pieces(tensor: tf.Tensor, pieces: ClassPieces) -> tf.Tensor:
-    """Note that a tensor is the concatenation of pieces along its last axis; return it.
+def note_shards(tensor: tf.Tensor, shards: ClassShards) -> tf.Tensor:
+    """Record that a tensor is the concatenation of shards along its last axis, and return it.
 
     Args:
         tensor: A tensor `[..., classes]` of a graph.
-        pieces: Its pieces.
+        shards: Its shards.
     """
     if tf.is_symbolic_tensor(tensor):
-        setattr(tensor.op, _ATTRIBUTE, pieces)
+        setattr(tensor.op, _ATTRIBUTE, shards)
     return tensor
 
 
-def joined(pieces: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
-    """Return pieces along the last axis as one tensor on the first device, and note them.
+def joined(shards: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
+    """Concatenate shards along the last axis on the first device, and record them.
 
     Args:
-        pieces: Tensors `[..., size]`.
+        shards: Tensors `[..., size]`.
         devices: The device of each.
     """
     placed = []
-    for piece, device in zip(pieces, devices, strict=True):
+    for shard, device in zip(shards, devices, strict=True):
         with tf.device(device):  # an argument of a function has none
-            placed.append(tf.identity(piece))
+            placed.append(tf.identity(shard))
     with tf.device(devices[0]):
         whole = tf.concat(placed, -1)
-    return note_pieces(whole, ClassPieces(placed, devices))
+    return note_shards(whole, ClassShards(placed, devices))
 
 
-def pieces_of(tensor: Any) -> ClassPieces | None:
-    """Return the pieces of a tensor that was noted, or computed from such a tensor class by class; None for another.
+def shards_of(tensor: Any) -> ClassShards | None:
+    """Return the shards of a tensor that has recorded ones, or was computed elementwise from one that has; or None.
 
     Args:
         tensor: Any tensor.
@@ -60,15 +60,15 @@ def pieces_of(tensor: Any) -> ClassPieces | None:
     if not isinstance(tensor, tf.Tensor) or not tf.is_symbolic_tensor(tensor) or tensor.shape.rank is None:
         return None
     op = tensor.op
-    noted: ClassPieces | None = getattr(op, _ATTRIBUTE, None)
-    if noted is not None or op.type not in _OF_EACH_PIECE or op.inputs[0].shape.rank in (None, 0):
+    noted: ClassShards | None = getattr(op, _ATTRIBUTE, None)
+    if noted is not None or op.type not in _PER_SHARD or op.inputs[0].shape.rank in (None, 0):
         return noted
-    before = pieces_of(op.inputs[0]) if op.inputs[0].shape[-1] == tensor.shape[-1] else None
-    return None if before is None else _OF_EACH_PIECE[op.type](before, tensor)
+    before = shards_of(op.inputs[0]) if op.inputs[0].shape[-1] == tensor.shape[-1] else None
+    return None if before is None else _PER_SHARD[op.type](before, tensor)
 
 
 def are_probabilities(tensor: Any) -> bool:
-    """Return whether a tensor is that of a softmax, which has pieces of its own where its logits have them.
+    """Return whether a tensor is the output of a softmax.
 
     Args:
         tensor: Any tensor.
@@ -76,92 +76,92 @@ def are_probabilities(tensor: Any) -> bool:
     if not isinstance(tensor, tf.Tensor) or not tf.is_symbolic_tensor(tensor):
         return False
     op = tensor.op
-    while op.type in _OF_EACH_PIECE and op.type != "Softmax":
+    while op.type in _PER_SHARD and op.type != "Softmax":
         op = op.inputs[0].op
     return bool(op.type == "Softmax")
 
 
-def _reshaped(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
+def _reshaped(shards: ClassShards, tensor: tf.Tensor) -> ClassShards:
     leading = tensor.op.inputs[1][:-1]
 
-    def reshape(piece: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(piece, tf.concat([leading, [tf.cast(piece.shape[-1], leading.dtype)]], 0))
+    def reshape(shard: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(shard, tf.concat([leading, [tf.cast(shard.shape[-1], leading.dtype)]], 0))
 
-    return pieces.map(reshape)
-
-
-def _cast(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
-    return pieces.map(lambda piece: tf.cast(piece, tensor.dtype))
+    return shards.map(reshape)
 
 
-_OF_EACH_PIECE: dict[str, Callable[[ClassPieces, tf.Tensor], ClassPieces]] = {
-    "Identity": lambda pieces, tensor: pieces,
+def _cast(shards: ClassShards, tensor: tf.Tensor) -> ClassShards:
+    return shards.map(lambda shard: tf.cast(shard, tensor.dtype))
+
+
+_PER_SHARD: dict[str, Callable[[ClassShards, tf.Tensor], ClassShards]] = {
+    "Identity": lambda shards, tensor: shards,
     "Cast": _cast,
     "Reshape": _reshaped,
-    "Softmax": lambda pieces, tensor: vocabulary_losses.softmax(pieces),
+    "Softmax": lambda shards, tensor: vocabulary_losses.softmax(shards),
 }
 
 
-def read_in_pieces() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which losses and metrics of Keras read the pieces of tensors that have them."""
-    return keras_class_pieces.computed_by(_sparse, _dense, _argmax, _in_top_k, _shape)
+def reading_shards() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which Keras' losses and metrics use shards where a tensor has them."""
+    return keras_class_shards.computed_by(_sparse, _dense, _argmax, _in_top_k, _shape)
 
 
 def _sparse(original: Any, target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
     valid = None
     if _is_selected(output):  # Keras sets the logits of ignored positions to zero
         valid, output = tf.squeeze(output.op.inputs[0], -1), output.op.inputs[1]
-    pieces = _logits(output, from_logits, axis, is_sparse=True)
-    if pieces is None:
+    shards = _logits(output, from_logits, axis, is_sparse=True)
+    if shards is None:
         return original(target, output, from_logits=from_logits, axis=axis)
     labels = tf.cast(target, tf.int64)
     if labels.shape.rank == output.shape.rank and labels.shape[-1] == 1:
         labels = tf.squeeze(labels, -1)
-    return vocabulary_losses.sparse_losses(labels, pieces, valid)
+    return vocabulary_losses.sparse_losses(labels, shards, valid)
 
 
 def _dense(original: Any, target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
-    pieces = _logits(output, from_logits, axis, is_sparse=False)
-    if pieces is None:
+    shards = _logits(output, from_logits, axis, is_sparse=False)
+    if shards is None:
         return original(target, output, from_logits=from_logits, axis=axis)
-    with tf.device(pieces.devices[0]):
-        labels = tf.split(tf.cast(target, pieces.tensors[0].dtype), pieces.sizes, -1)
-    return vocabulary_losses.dense_losses(pieces._replace(tensors=labels), pieces)
+    with tf.device(shards.devices[0]):
+        labels = tf.split(tf.cast(target, shards.tensors[0].dtype), shards.sizes, -1)
+    return vocabulary_losses.dense_losses(shards._replace(tensors=labels), shards)
 
 
-def _logits(output: Any, from_logits: bool, axis: int, *, is_sparse: bool) -> ClassPieces | None:
+def _logits(output: Any, from_logits: bool, axis: int, *, is_sparse: bool) -> ClassShards | None:
     if not tf.is_tensor(output) or axis not in (-1, len(output.shape) - 1):
         return None
-    if pieces_of(output) is None:
+    if shards_of(output) is None:
         return None
-    logits, are_logits = keras_class_pieces.logits_of(output, from_logits, is_sparse)
-    return pieces_of(logits) if are_logits else None
+    logits, are_logits = keras_class_shards.logits_of(output, from_logits, is_sparse)
+    return shards_of(logits) if are_logits else None
 
 
 def _is_selected(output: Any) -> bool:
-    """Return whether a tensor has the logits of some positions, and one value for all classes of the others."""
+    """Return whether a tensor has logits at some positions and a constant at the others."""
     if not isinstance(output, tf.Tensor) or not tf.is_symbolic_tensor(output) or output.op.type != "SelectV2":
         return False
     condition, selected, other = output.op.inputs
     if condition.shape.rank != selected.shape.rank or other.shape.rank != 0:
         return False
-    return condition.shape[-1] == 1 and pieces_of(selected) is not None
+    return condition.shape[-1] == 1 and shards_of(selected) is not None
 
 
 def _argmax(original: Any, x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    pieces = pieces_of(x) if axis is not None and not keepdims and axis in (-1, len(x.shape) - 1) else None
-    if pieces is None:
+    shards = shards_of(x) if axis is not None and not keepdims and axis in (-1, len(x.shape) - 1) else None
+    if shards is None:
         return original(x, axis=axis, keepdims=keepdims)
-    return vocabulary_metrics.argmax(pieces, lambda piece: original(piece, axis=-1))
+    return vocabulary_metrics.argmax(shards, lambda shard: original(shard, axis=-1))
 
 
 def _in_top_k(original: Any, targets: Any, predictions: Any, k: Any) -> Any:
-    pieces = pieces_of(predictions) if getattr(predictions, "dtype", None) == tf.float32 else None
-    if pieces is None or predictions.shape.rank != 2:
+    shards = shards_of(predictions) if getattr(predictions, "dtype", None) == tf.float32 else None
+    if shards is None or predictions.shape.rank != 2:
         return original(targets, predictions, k)
-    return vocabulary_metrics.in_top_k(targets, pieces, k)
+    return vocabulary_metrics.in_top_k(targets, shards, k)
 
 
 def _shape(original: Any, x: Any) -> Any:
-    pieces = pieces_of(x)
-    return original(x) if pieces is None else (*original(pieces.tensors[0])[:-1], sum(pieces.sizes))
+    shards = shards_of(x)
+    return original(x) if shards is None else (*original(shards.tensors[0])[:-1], sum(shards.sizes))

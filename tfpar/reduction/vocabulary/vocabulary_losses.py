@@ -1,14 +1,14 @@
-"""Softmax cross-entropy and its metrics over logits in pieces, one piece of the vocabulary on each device.
+"""Softmax cross-entropy over logits that are sharded by class.
 
     device 0   logits [n, v0] ─► maximum [n] ─┐            ┌─► exp, sum [n] ─┐
                                               ├─ maximum ──┤                 ├─► log of the sum - logit of the label
     device 1   logits [n, v1] ─► maximum [n] ─┘            └─► exp, sum [n] ─┘
 
-Only tensors `[n]`, with one value for each position, leave a device. This is the vocabulary-parallel loss of
-Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
+Devices only exchange tensors `[n]`, with one value per position. This is the vocabulary-parallel loss of Megatron-LM
+(Shoeybi et al., 2019, arXiv:1909.08053, section 3).
 
-The exponentials replace the logits in memory, and the gradient replaces the exponentials, so a device holds its piece
-once. That works where nothing else reads the logits.
+In memory, exponentials replace the logits, and gradients replace the exponentials, so that a device stores its shard
+only once, provided that nothing else reads the logits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import tensorflow as tf
 MOST_INDICES = 2**31  # of `InplaceSub`
 
 
-class ClassPieces(NamedTuple):
-    """Values of all classes in pieces along the last axis, such as logits.
+class ClassShards(NamedTuple):
+    """Values for all classes, such as logits, sharded along the last axis.
 
     Args:
-        tensors: The pieces `[..., size]`, in the order of the columns; their sizes may differ, and are fixed.
-        devices: The device of each; the first computes what concerns all.
+        tensors: The shards `[..., size]`, in the order of the classes. Sizes are static, and may differ.
+        devices: The device of each shard. The first computes sums over shards.
     """
 
     tensors: Sequence[tf.Tensor]
@@ -35,42 +35,42 @@ class ClassPieces(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """The number of columns of each piece."""
+        """The number of columns of each shard."""
         return [int(tensor.shape[-1]) for tensor in self.tensors]
 
-    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ClassPieces:
-        """Return a function of each piece, computed on its device.
+    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ClassShards:
+        """Apply a function to each shard on its device.
 
         Args:
-            function: A function of one piece.
+            function: A function of a shard.
         """
         return self._replace(tensors=[self.at(index, function) for index in range(len(self.tensors))])
 
     def at(self, index: int, function: Callable[[tf.Tensor], Any]) -> Any:
-        """Return a function of one piece, computed on its device.
+        """Apply a function to a single shard on its device.
 
         Args:
-            index: The index of the piece.
-            function: A function of the piece.
+            index: The index of the shard.
+            function: A function of the shard.
         """
         with tf.device(self.devices[index]):
             return function(self.tensors[index])
 
-    def rows(self) -> ClassPieces:
-        """Return the pieces as matrices `[positions, size]`."""
-        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]))
+    def rows(self) -> ClassShards:
+        """Return the shards as matrices `[positions, size]`."""
+        return self.map(lambda shard: tf.reshape(shard, [-1, shard.shape[-1]]))
 
 
-def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | None = None) -> tf.Tensor:
+def sparse_losses(labels: tf.Tensor, logits: ClassShards, valid: tf.Tensor | None = None) -> tf.Tensor:
     """Return the cross-entropy of each position, as `tf.nn.sparse_softmax_cross_entropy_with_logits`.
 
     Args:
         labels: The class of each position, an integer tensor `[...]`.
-        logits: ClassPieces `[..., size]`.
-        valid: Whether a position counts, bool `[...]`; None for all. The others have no gradient.
+        logits: ClassShards `[..., size]`.
+        valid: Which positions have a gradient, bool `[...]`. Defaults to all.
 
     Returns:
-        `[...]`, on the first device. A label outside of the vocabulary is an error on a CPU, and NaN on a GPU.
+        `[...]`, on the first device. A label outside of the vocabulary is an error on CPUs, and gives NaN on GPUs.
     """
     rows, classes = logits.rows(), tf.reshape(tf.cast(labels, tf.int64), [-1])
 
@@ -92,21 +92,21 @@ def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | Non
     return tf.reshape(_losses(rows, picked, weights, subtract, is_valid), tf.shape(labels))
 
 
-def dense_losses(labels: ClassPieces, logits: ClassPieces) -> tf.Tensor:
-    """Return the cross-entropy of each position, as `tf.nn.softmax_cross_entropy_with_logits`; no gradient of labels.
+def dense_losses(labels: ClassShards, logits: ClassShards) -> tf.Tensor:
+    """Return the cross-entropy of each position, as `tf.nn.softmax_cross_entropy_with_logits`. Labels get no gradient.
 
     Args:
-        labels: The distribution over classes at each position, pieces `[..., size]` of the same sizes as the logits.
-        logits: ClassPieces `[..., size]`.
+        labels: The distribution over classes at each position, sharded like the logits.
+        logits: ClassShards `[..., size]`.
 
     Returns:
         `[...]`, on the first device.
     """
     rows, targets = logits.rows(), labels.rows().map(tf.stop_gradient)
-    sums = [targets.at(index, lambda piece: tf.reduce_sum(piece, -1)) for index in range(len(targets.tensors))]
+    sums = [targets.at(index, lambda shard: tf.reduce_sum(shard, -1)) for index in range(len(targets.tensors))]
 
     def picked(index: int, exponents: tf.Tensor) -> tf.Tensor:
-        # A matrix product has no intermediate result of the size of the logits.
+        # A matrix product needs no intermediate result of the size of the logits.
         return tf.squeeze(tf.matmul(exponents[:, None, :], targets.tensors[index][:, :, None]), [1, 2])
 
     def subtract(index: int, exponentials: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
@@ -117,34 +117,34 @@ def dense_losses(labels: ClassPieces, logits: ClassPieces) -> tf.Tensor:
     return tf.reshape(_losses(rows, picked, weights, subtract), tf.shape(logits.tensors[0])[:-1])
 
 
-def softmax(logits: ClassPieces) -> ClassPieces:
-    """Return the softmax over all pieces, in pieces.
+def softmax(logits: ClassShards) -> ClassShards:
+    """Return the sharded softmax over all classes.
 
     Args:
-        logits: ClassPieces `[..., size]`.
+        logits: ClassShards `[..., size]`.
     """
-    maximum = _over_pieces(logits, lambda piece: tf.reduce_max(piece, -1, keepdims=True), _maximum)
-    powers = logits.map(lambda piece: tf.exp(piece - maximum))
-    total = _over_pieces(powers, lambda piece: tf.reduce_sum(piece, -1, keepdims=True), tf.add_n)
-    return powers.map(lambda piece: piece / total)
+    maximum = _over_shards(logits, lambda shard: tf.reduce_max(shard, -1, keepdims=True), _maximum)
+    powers = logits.map(lambda shard: tf.exp(shard - maximum))
+    total = _over_shards(powers, lambda shard: tf.reduce_sum(shard, -1, keepdims=True), tf.add_n)
+    return powers.map(lambda shard: shard / total)
 
 
 def _losses(
-    rows: ClassPieces,
+    rows: ClassShards,
     picked: Callable[[int, tf.Tensor], tf.Tensor],
     weights: tf.Tensor,
     subtract: Callable[[int, tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor],
     valid: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """Return the losses, `[positions]`, with a gradient for each piece.
+    """Return the losses, `[positions]`, with a gradient for each shard.
 
     Args:
         rows: Logits `[positions, size]`.
-        picked: Returns the sum of labels times exponents over a piece, `[positions]`.
+        picked: Returns the sum over a shard of labels times exponents, `[positions]`.
         weights: The sum of the labels of each position.
-        subtract: Returns the gradient of a piece from its exponentials, the gradient of the losses, and that divided
-            by the sum of exponentials.
-        valid: Whether a position has a gradient; None for all.
+        subtract: Returns the gradient of a shard from its exponentials, the gradient of the losses, and that gradient
+            divided by the sum of exponentials.
+        valid: Which positions have a gradient. None for all.
     """
     exponentials: dict[int, tf.Tensor] = {}
     totals: list[tf.Tensor] = []
@@ -161,13 +161,13 @@ def _losses(
     indices = range(len(rows.tensors))
     pairs = [rows.at(index, functools.partial(_maximum_of, backward, index)) for index in indices]
     with tf.device(rows.devices[0]):
-        maximum = tf.stop_gradient(_maximum([one for one, _ in pairs]))
+        maximum = tf.stop_gradient(_maximum([largest for largest, _ in pairs]))
     targets, sums = [], []
     for index in indices:
         with tf.device(rows.devices[index]):
             exponents = tf.stop_gradient(rows.tensors[index]) - maximum[:, None]
             targets.append(picked(index, exponents))
-            with tf.control_dependencies([targets[-1]]):  # then the exponentials can replace the exponents in memory
+            with tf.control_dependencies([targets[-1]]):  # so that exponentials can replace exponents in memory
                 exponentials[index] = tf.exp(exponents)
             sums.append(tf.reduce_sum(exponentials[index], -1))
     with tf.device(rows.devices[0]):
@@ -177,62 +177,62 @@ def _losses(
 
 
 def _maximum_of(
-    backward: Callable[[int, tf.Tensor], tf.Tensor], index: int, piece: tf.Tensor
+    backward: Callable[[int, tf.Tensor], tf.Tensor], index: int, shard: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the maximum of each row, and zeros whose gradient to the piece is that of the losses.
+    """Return the maximum of each row, and zeros that carry the gradient of the losses to the shard.
 
-    TensorFlow holds the arguments of a custom gradient until its results are there. These are there first, so that
-    the memory of the piece is free for what follows.
+    TensorFlow keeps the arguments of a custom gradient until its results are computed. These results come first, so
+    that the memory of the shard can be reused afterwards.
     """
 
     @tf.custom_gradient
-    def function(piece: tf.Tensor) -> tuple[Any, Callable[..., tf.Tensor]]:
-        maximum = tf.reduce_max(piece, -1)
+    def function(shard: tf.Tensor) -> tuple[Any, Callable[..., tf.Tensor]]:
+        maximum = tf.reduce_max(shard, -1)
         return (maximum, tf.zeros_like(maximum)), lambda _, upstream: backward(index, upstream)
 
-    found: tuple[tf.Tensor, tf.Tensor] = function(piece)
-    return found
+    maximum_and_zeros: tuple[tf.Tensor, tf.Tensor] = function(shard)
+    return maximum_and_zeros
 
 
-def _maximum(found: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.reduce_max(tf.stack(found), 0)
+def _maximum(maxima: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.reduce_max(tf.stack(maxima), 0)
 
 
-def _over_pieces(
-    pieces: ClassPieces, function: Callable[[tf.Tensor], tf.Tensor], join: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+def _over_shards(
+    shards: ClassShards, function: Callable[[tf.Tensor], tf.Tensor], join: Callable[[Sequence[tf.Tensor]], tf.Tensor]
 ) -> tf.Tensor:
-    found = pieces.map(function).tensors
-    with tf.device(pieces.devices[0]):
-        return join(found)
+    results = shards.map(function).tensors
+    with tf.device(shards.devices[0]):
+        return join(results)
 
 
-def columns_in(pieces: ClassPieces, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the column of each class in a piece, 0 for a class of another piece, and whether it is in the piece.
+def columns_in(shards: ClassShards, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the column of each class in a shard, 0 for classes of other shards, and whether the shard has the class.
 
     Args:
-        pieces: Values of all classes.
-        index: The index of the piece.
+        shards: Values for all classes.
+        index: The index of the shard.
         classes: Classes, `[positions]`.
     """
-    columns = classes - sum(pieces.sizes[:index])
-    is_inside = (columns >= 0) & (columns < pieces.sizes[index])
+    columns = classes - sum(shards.sizes[:index])
+    is_inside = (columns >= 0) & (columns < shards.sizes[index])
     return tf.where(is_inside, columns, tf.zeros_like(columns)), is_inside
 
 
 def _entries(columns: tf.Tensor) -> tf.Tensor:
-    """Return the indices `[positions, 2]` of one column in each row."""
+    """Return the indices `[positions, 2]` of a column in each row."""
     return tf.stack([tf.range(tf.shape(columns, tf.int64)[0]), columns], -1)
 
 
 def _subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Subtract a value from one column of each row of a matrix that nothing else reads.
+    """Subtract a value from a column of each row of a matrix that nothing else reads.
 
-    `tf.tensor_scatter_nd_sub` of TensorFlow 2.21 copies the matrix on a CPU; `InplaceSub` takes indices of 32 bits.
+    TensorFlow 2.21's `tf.tensor_scatter_nd_sub` copies the matrix on CPUs, and `InplaceSub` takes 32-bit indices.
 
     Args:
         product: `[positions, size]`.
         columns: The column of each row, `[positions]`.
-        values: What to subtract there, `[positions]`.
+        values: The values to subtract, `[positions]`.
     """
     size, width = tf.size(product, tf.int64), product.shape[-1]
 
@@ -246,20 +246,20 @@ def _subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor
     return tf.reshape(tf.cond(size <= MOST_INDICES, in_place, copied), tf.shape(product))
 
 
-def at_columns(piece: tf.Tensor, columns: tf.Tensor, is_inside: tf.Tensor) -> tf.Tensor:
-    """Return the value of each row in its column, zero for none.
+def at_columns(shard: tf.Tensor, columns: tf.Tensor, is_inside: tf.Tensor) -> tf.Tensor:
+    """Return the value of each row in a column, or zero.
 
     Args:
-        piece: `[positions, size]`.
+        shard: `[positions, size]`.
         columns: The column of each row, `[positions]`.
-        is_inside: Whether there is one, bool `[positions]`.
+        is_inside: Whether the row has a column, bool `[positions]`.
     """
-    found = tf.gather_nd(piece, _entries(columns))
-    return tf.where(is_inside, found, tf.zeros_like(found))
+    values = tf.gather_nd(shard, _entries(columns))
+    return tf.where(is_inside, values, tf.zeros_like(values))
 
 
 def _in_vocabulary(classes: tf.Tensor, num_classes: int, dtype: Any, device: str) -> tf.Tensor:
-    """Return ones, and NaN for a class outside of the vocabulary; on a CPU that is an error, as in TensorFlow 2.21.
+    """Return ones, and NaN for classes outside of the vocabulary, which are an error on CPUs, as in TensorFlow 2.21.
 
     Args:
         classes: Classes, `[positions]`.

@@ -1,4 +1,4 @@
-"""Metrics of classes over scores in pieces, one piece of the vocabulary on each device."""
+"""Metrics over scores that are sharded by class."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.reduction.vocabulary.vocabulary_losses import ClassPieces, at_columns, columns_in
+from tfpar.reduction.vocabulary.vocabulary_losses import ClassShards, at_columns, columns_in
 
 
-def argmax(values: ClassPieces, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Return the first class with the largest value at each position, `[...]`, on the first device.
+def argmax(values: ClassShards, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """Return the class with the largest value at each position, `[...]`, on the first device. Ties go to the first.
 
     Args:
-        values: Pieces `[..., size]`.
+        values: Shards `[..., size]`.
         find: Returns the index of the largest value along the last axis of a tensor.
     """
     rows, offsets = values.rows(), [sum(values.sizes[:index]) for index in range(len(values.tensors))]
-    pairs = [rows.at(index, lambda piece: _largest(piece, find)) for index in range(len(values.tensors))]
+    pairs = [rows.at(index, lambda shard: _largest(shard, find)) for index in range(len(values.tensors))]
     with tf.device(values.devices[0]):
         best = find(tf.stack([largest for _, largest in pairs], -1))
         classes = tf.stack([column + offset for (column, _), offset in zip(pairs, offsets, strict=True)], -1)
-        found = tf.gather(classes, best, axis=-1, batch_dims=1)
-        return tf.ensure_shape(tf.reshape(found, tf.shape(values.tensors[0])[:-1]), values.tensors[0].shape[:-1])
+        winners = tf.gather(classes, best, axis=-1, batch_dims=1)
+        return tf.ensure_shape(tf.reshape(winners, tf.shape(values.tensors[0])[:-1]), values.tensors[0].shape[:-1])
 
 
-def _largest(piece: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+def _largest(shard: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the index of the largest value along the last axis, and the value.
 
-    Keras 3.15 orders -0.0 before 0.0 and copies the piece for it, which matters where the largest value is zero.
+    Keras 3.15 orders -0.0 before 0.0, for which it copies its argument. That matters if the largest value is zero.
     """
-    maximum = tf.reduce_max(piece, -1)
+    maximum = tf.reduce_max(shard, -1)
     column = tf.cond(
         tf.reduce_any(tf.equal(maximum, 0)),
-        lambda: find(piece),
-        lambda: tf.argmax(piece, -1, output_type=tf.int32),
+        lambda: find(shard),
+        lambda: tf.argmax(shard, -1, output_type=tf.int32),
     )
     column = tf.ensure_shape(column, maximum.shape)
-    return column, tf.gather(piece, column, axis=-1, batch_dims=column.shape.rank)
+    return column, tf.gather(shard, column, axis=-1, batch_dims=column.shape.rank)
 
 
-def in_top_k(labels: tf.Tensor, values: ClassPieces, k: Any) -> tf.Tensor:
-    """Return whether fewer than `k` classes have larger values than the label's, as `tf.math.in_top_k`.
+def in_top_k(labels: tf.Tensor, values: ClassShards, k: Any) -> tf.Tensor:
+    """Return whether fewer than `k` classes have larger values than the label, as `tf.math.in_top_k`.
 
     Args:
         labels: The class of each position, an integer tensor `[positions]`.
-        values: ClassPieces `[positions, size]`.
+        values: ClassShards `[positions, size]`.
         k: The number of classes, an integer or a scalar.
 
     Returns:
-        bool `[positions]`, on the first device; False where a value is not finite, or for no class.
+        bool `[positions]`, on the first device. False for labels that are no class, and where a value is not finite.
     """
     classes, indices = tf.cast(labels, tf.int64), range(len(values.tensors))
     columns = [columns_in(values, i, classes) for i in indices]
@@ -62,10 +62,10 @@ def in_top_k(labels: tf.Tensor, values: ClassPieces, k: Any) -> tf.Tensor:
     with tf.device(values.devices[0]):
         chosen = tf.add_n(scores)
 
-    def ranked(piece: tf.Tensor) -> list[tf.Tensor]:
-        larger = tf.math.count_nonzero(piece > chosen[:, None], -1, dtype=tf.int64)
+    def ranked(shard: tf.Tensor) -> list[tf.Tensor]:
+        larger = tf.math.count_nonzero(shard > chosen[:, None], -1, dtype=tf.int64)
         # A finite sum of absolute values could overflow.
-        return [larger, tf.reduce_all(tf.math.is_finite(piece), -1)]
+        return [larger, tf.reduce_all(tf.math.is_finite(shard), -1)]
 
     ranks = [values.at(i, ranked) for i in indices]
     with tf.device(values.devices[0]):

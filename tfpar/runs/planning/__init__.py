@@ -1,1 +1,1 @@
-"""The plan of a run: its job, the layouts that a process measures, and the files that keep them."""
+"""The plan of a run: measurement of layouts in subprocesses, and stored plans."""

@@ -1,4 +1,4 @@
-"""The layout of a run with `strategy.kind = "auto"` on several devices: the first row of a plan."""
+"""The layout of a run with `strategy.kind = "auto"`: on several devices, the best one of a plan."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tfpar.runs.planning.plan_files import with_strategy
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a run trains with.
+    """The layout that a run trains with.
 
     Args:
-        run: The run under its layout.
-        note: The end of the line `strategy` of the header; "" where the user has chosen the layout.
+        run: The run with the settings of the layout.
+        note: What to append to the line `strategy` of the header; empty if the user chose the layout.
     """
 
     run: config.Run
@@ -32,18 +32,18 @@ class Choice:
 
 
 def choose(run: config.Run, directory: RunDirectory) -> Choice:
-    """Return a run under the layout that it trains with, before TensorFlow starts.
+    """Return the run with the layout to train with, before TensorFlow starts.
 
-    With `strategy.kind = "auto"` and several devices that is the first row of the plan in the folder of the run, of an
-    earlier `python -m tfpar.plan` of the same run on these devices, or else of one that is measured now, in processes
-    of its own. All other runs stay as they are.
+    With `strategy.kind = "auto"` and several devices, it is the best layout of the plan in the run directory, of an
+    earlier `python -m tfpar.plan` for the same run and devices, or of a plan measured now in subprocesses. Other runs
+    are unchanged.
 
     Args:
         run: The run.
-        directory: Its folder, claimed.
+        directory: The claimed run directory.
 
     Raises:
-        ValueError: If no layout could be measured, or the model or the data are wrong.
+        ValueError: If no layout could be measured, or the model or the data are invalid.
     """
     job = tf_config.from_environment(os.environ)
     if not isinstance(run.strategy, config.Auto) or (job is not None and job.num_workers > 1):
@@ -59,19 +59,19 @@ def choose(run: config.Run, directory: RunDirectory) -> Choice:
 
 
 def _known_plan(run: config.Run, directory: RunDirectory, devices: PlanDevices) -> dict[str, Any] | None:
-    """Return a plan for these devices: that of a run to resume, or an earlier command's."""
+    """Return a plan for these devices, from the resumed run or an earlier command."""
     resumed = stored_plans.read(directory.path / stored_plans.NAME) if directory.resumed is not None else None
     if resumed is not None:
-        there = {"kind": devices.kind, "number": len(devices.names)}
-        if {name: resumed["devices"].get(name) for name in there} == there:
+        available = {"kind": devices.kind, "number": len(devices.names)}
+        if {name: resumed["devices"].get(name) for name in available} == available:
             return resumed
-    return stored_plans.read(stored_plans.path_of(run, devices))
+    return stored_plans.read(stored_plans.plan_path(run, devices))
 
 
 def _measured_plan(run: config.Run, devices: PlanDevices) -> dict[str, Any]:
     way_out = 'Correct it, or set strategy.kind to another kind than "auto", which needs no plan.'
     try:
-        plan = plan_run.plan_of(run, devices, USUAL_BUDGET_SECONDS)
+        plan = plan_run.make_plan(run, devices, USUAL_BUDGET_SECONDS)
     except ValueError as error:
         raise ValueError(f"{error} {way_out}") from error
     assert plan is not None, "a process alone is the chief"

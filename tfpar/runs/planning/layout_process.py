@@ -1,4 +1,4 @@
-"""The measurement of layouts in processes of their own; no TensorFlow."""
+"""Measurement of layouts in subprocesses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LONGEST = 300
 
 
 class LayoutProcesses(contextlib.ExitStack):
-    """The processes that measure layouts, one after another: a context, at whose end the last one ends.
+    """A context with a subprocess that measures layouts, replaced whenever a layout needs another one.
 
-    One process measures the layouts that need the same of it, as its start takes seconds.
+    Layouts with equal needs share a process, because its start takes seconds.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ class LayoutProcesses(contextlib.ExitStack):
         self.callback(self._end)
 
     def measure(self, text: str, needs: Hashable = None) -> Measured | Failed:
-        """Train a run for some steps, and wait for the end.
+        """Train a run for some steps and return their measurements.
 
         Args:
-            text: The configuration of the run, under the layout to measure.
+            text: The configuration of the run, with the layout to measure.
             needs: What the layout needs of its process, such as a number of logical CPUs; None for a new process.
         """
         is_new = self._prepare(needs)
         outcome = _outcome(self._answer(text, ()))
-        if outcome == Failed(OUT_OF_MEMORY) and not is_new:  # earlier layouts may hold some of it
+        if outcome == Failed(OUT_OF_MEMORY) and not is_new:  # earlier layouts may still hold memory
             self._end()
             return self.measure(text, needs)
         return outcome
@@ -52,17 +52,18 @@ class LayoutProcesses(contextlib.ExitStack):
     def measure_one_device(
         self, run: config.Run, devices: Sequence[str]
     ) -> tuple[ModelFacts, int | None, Measured | Failed]:
-        """Measure a run on one device, and return the facts of its model.
+        """Measure a run on one device.
 
         Args:
             run: The run.
-            devices: Names of the devices of this worker, the measured one first.
+            devices: The devices of this worker; the first is measured.
 
         Returns:
-            The facts; the bytes of memory of the device with the least, None where there is no limit; and the steps.
+            The facts of the model, the smallest free memory of a device in bytes (None without a limit), and the
+            measured steps.
 
         Raises:
-            ValueError: If run, model and data do not fit together.
+            ValueError: If the configuration, the model and the data do not fit together.
         """
         self._prepare(None)
         answer = self._answer(config.dump(with_strategy(run, {"kind": "single_device"})), devices)
@@ -73,7 +74,7 @@ class LayoutProcesses(contextlib.ExitStack):
         return ModelFacts(**facts), answer["free_bytes"], _outcome(answer)
 
     def _prepare(self, needs: Hashable) -> bool:
-        """Begin a process for what a layout needs; return False where there is one."""
+        """Start a process unless the current one fits; return whether it is new."""
         if self._process is not None and self._process.poll() is None and needs is not None and needs == self._needs:
             return False
         self._end()

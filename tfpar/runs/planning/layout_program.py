@@ -1,10 +1,10 @@
-"""The program of a process that trains layouts of a run for some steps, as the train command would train them.
+"""The program of a measuring subprocess, which trains layouts for some steps as the train command would.
 
-A process of its own has the devices, threads and memory of its layouts alone, and it can form a cluster: TensorFlow
-forms one in a process. In a job of several workers each of them runs this program at the same time.
+A subprocess has its own devices, threads and memory, and can form its own TensorFlow cluster, of which a process can
+form only one. In a job, all workers run this program at the same time.
 
-    {"file": "run.toml", "devices": []}       a line of standard input for each layout
-    {"is_measured": true, "laps": [...]}      its answer, a line of standard output
+    {"file": "run.toml", "devices": []}       a line of standard input per layout
+    {"is_measured": true, "laps": [...]}      the answer, a line of standard output
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from tfpar.commands import parent_process
 
 
 def main() -> int:
-    """Answer each line of standard input, to its end.
+    """Answer the lines of standard input until it ends.
 
-    With names of devices in a line, the run is measured on the first of them, as one device, and the facts of its
-    model are in the answer too. An error in configuration, model or data is a sentence.
+    If a line lists devices, the run is measured on the first one alone, and the answer includes the facts of its model.
 
     Returns:
         The exit code, 0.
     """
     parent_process.end_with_parent()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what models and data print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what models and data print
     with cluster.native_messages_to(Path(os.devnull)):
         for line in sys.stdin:
             try:

@@ -1,4 +1,4 @@
-"""The devices that a run is planned for, and the settings that name them."""
+"""The devices that a run is planned for, and the settings that select them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class PlanDevices(NamedTuple):
     """The devices of a worker that a plan may use.
 
     Args:
-        names: Their names.
-        are_named: Whether settings must name them, as there are others, or the user has chosen them.
+        names: The device names.
+        are_named: Whether settings must list them: the user chose them, or there are others.
     """
 
     names: tuple[str, ...]
@@ -26,10 +26,7 @@ class PlanDevices(NamedTuple):
         return self.names[0].partition(":")[0]
 
     def settings_of(self, layout: Layout) -> dict[str, Any]:
-        """Return section `[strategy]` of the train command for a layout on these devices.
-
-        Args:
-            layout: The layout.
+        """Return the section `[strategy]` for a layout on these devices.
 
         Example:
             >>> PlanDevices(("CPU:0", "CPU:1")).settings_of(Layout(num_replicas=2))
@@ -39,13 +36,13 @@ class PlanDevices(NamedTuple):
         """
         settings, used = layout.settings, layout.devices_per_worker
         if self.kind == "CPU" and layout.kind == "single_device":
-            return settings  # of all cores, as without logical CPUs
+            return settings  # use all cores, without logical CPUs
         if self.are_named:
             settings = layout.settings_on(self.names)
         if self.kind == "CPU":
             number = 1 + max(int(name.partition(":")[2]) for name in self.names[:used]) if self.are_named else used
             return settings | ({"num_logical_cpus": number} if number > 1 else {})
-        if settings["kind"] in ("mirrored", "multi_worker") and used < len(self.names):  # it takes all that it can see
+        if settings["kind"] in ("mirrored", "multi_worker") and used < len(self.names):  # it uses all visible GPUs
             return layout.settings_on(self.names)
         return settings
 
@@ -54,32 +51,32 @@ def planned_devices(strategy: config.Strategy, number: int | None = None, usual_
     """Return the devices to plan a run for, without starting TensorFlow.
 
     Args:
-        strategy: The section of the run, which may name devices or a number of logical CPUs.
-        number: How many of them to use; None for all.
-        usual_cpus: Without GPUs, the least number of logical CPUs where neither is said.
+        strategy: The section of the run, which may set devices or a number of logical CPUs.
+        number: Number of devices to use. Defaults to all.
+        usual_cpus: Minimum number of logical CPUs on a machine without GPUs, unless `number` is set.
 
     Raises:
-        ValueError: If there are fewer devices, or one that is named does not exist.
+        ValueError: If there are fewer devices, or a listed one does not exist.
     """
     chosen = _chosen(strategy)
     if chosen is None or chosen[0].startswith("GPU"):
-        there = cluster.configured_devices(chosen)
+        available = cluster.configured_devices(chosen)
     else:
-        there = list(chosen)  # the CPU is not split yet
-    if chosen is None and there[0].startswith("CPU"):
+        available = list(chosen)  # the CPU is not split yet
+    if chosen is None and available[0].startswith("CPU"):
         count = number or max(getattr(strategy, "num_logical_cpus", 1), usual_cpus)
         return PlanDevices(tuple(f"CPU:{index}" for index in range(count)))
-    if number is not None and number > len(there):
+    if number is not None and number > len(available):
         raise ValueError(
-            f"--devices must be at most {len(there)}, the devices that are there ({', '.join(there)}), received "
-            f"{number}. A plan measures its layouts: run it on the machine that has the devices."
+            f"--devices must be at most {len(available)}, the number of devices here ({', '.join(available)}), "
+            f"received {number}. A plan measures its layouts: run it on the machine that has the devices."
         )
-    names = tuple(there[:number])
-    return PlanDevices(names, chosen is not None or len(names) < len(there))
+    names = tuple(available[:number])
+    return PlanDevices(names, chosen is not None or len(names) < len(available))
 
 
 def _chosen(strategy: config.Strategy) -> Sequence[str] | None:
-    """Return the devices that a run names; None for all, as where it names those of each worker."""
+    """Return the local devices that a run lists; None for all, also if it lists those of each worker."""
     device = getattr(strategy, "device", None)
     names = (device,) if device is not None else getattr(strategy, "devices", None)
     return None if names is None or any("/" in name for name in names) else names

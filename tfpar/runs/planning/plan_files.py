@@ -1,4 +1,4 @@
-"""The configuration and the command of a planned layout; no TensorFlow."""
+"""The configuration file and the train command of a planned layout."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ HEADER = "# Written by python -m tfpar.plan: "
 
 
 def with_strategy(run: config.Run, settings: Mapping[str, Any]) -> config.Run:
-    """Return a run under another layout, checked like all configurations.
+    """Return a run with another layout.
 
     Args:
         run: The run.
-        settings: Of the section of the strategy, with its kind; its other settings are kept where they apply.
+        settings: Settings of the strategy, including its kind. Other settings of the run's strategy are kept if they
+            apply.
 
     Raises:
-        ValueError: If run and layout do not fit together.
+        ValueError: If the run and the layout do not fit together.
 
     Example:
         >>> with_strategy(config.Run(), {"kind": "mirrored", "num_logical_cpus": 2}).strategy.num_logical_cpus
@@ -37,14 +38,13 @@ def with_strategy(run: config.Run, settings: Mapping[str, Any]) -> config.Run:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that `write` must not write, before anything is measured.
+    """Check that `write` may write a file, before anything is measured.
 
     Args:
         path: The TOML file.
 
     Raises:
-        ValueError: If its name does not end with .toml, its folder does not exist, or it holds something else than an
-            earlier plan.
+        ValueError: If its name does not end with .toml, its folder does not exist, or it is not an earlier plan.
     """
     shown = received.path(path)
     if path.suffix != ".toml":
@@ -66,15 +66,15 @@ def _is_plan(path: Path) -> bool:
 
 
 def write(run: config.Run, plan: Plan, path: Path) -> str:
-    """Write the configuration of a run under the best layout of its plan, loadable by the train command.
+    """Write the configuration of a run with the best layout of its plan.
 
     Args:
         run: The run.
-        plan: Its plan, with a best layout.
-        path: The TOML file, for which `check_writable` was called.
+        plan: A plan with a best layout.
+        path: The TOML file, checked by `check_writable`.
 
     Returns:
-        The command that trains it.
+        The command that trains the run.
 
     Raises:
         OSError: If the file cannot be written.
@@ -86,31 +86,32 @@ def write(run: config.Run, plan: Plan, path: Path) -> str:
     return command
 
 
-def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
-    """Return the command that trains a run under the best layout of its plan; "" without one.
+def train_command(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
+    """Return the command that trains a run with the best layout of its plan; empty without one.
 
     Args:
         plan: The plan.
         name: The name or file of the configuration; None for the default run.
-        overrides: Settings that the plan was made with.
+        overrides: The overrides of the planned run.
     """
     if plan.best is None:
         return ""
     file = None if name is None else bundled_configurations.find(name)
-    kept = [one for one in overrides if not one.partition("=")[0].strip().startswith("strategy")]
+    kept = [override for override in overrides if not override.partition("=")[0].strip().startswith("strategy")]
     settings = plan.best.settings
-    wanted = with_strategy(config.load(file, overrides), settings).strategy
+    planned = with_strategy(config.load(file, overrides), settings).strategy
     changes = [f"strategy.{key}={_value(value)}" for key, value in settings.items()]
-    if _strategy(file, [*kept, *changes]) != wanted:  # the file has other settings, or those of another kind
-        section = wanted.model_dump(exclude_defaults=True, exclude={"kind"})
-        changes = [f"strategy={{kind={received.toml(wanted.kind)}}}"]
+    if _strategy(file, [*kept, *changes]) != planned:  # the file has more settings, or those of another kind
+        section = planned.model_dump(exclude_defaults=True, exclude={"kind"})
+        changes = [f"strategy={{kind={received.toml(planned.kind)}}}"]
         changes += [f"strategy.{key}={_value(value)}" for key, value in section.items()]
-    words = [*(["--config", name] if name is not None else []), *_flags([*kept, *changes])]
+    flags = [word for override in (*kept, *changes) for word in ("--set", override)]
+    words = [*(["--config", name] if name is not None else []), *flags]
     return " ".join([_program(plan), *map(shlex.quote, words)])
 
 
 def _strategy(file: Path | None, overrides: Sequence[str]) -> config.Strategy | None:
-    """Return the section of a configuration with overrides; None if it does not load."""
+    """Return the strategy of a configuration with overrides; None if it is invalid."""
     try:
         return config.load(file, overrides).strategy
     except ValueError:
@@ -118,20 +119,15 @@ def _strategy(file: Path | None, overrides: Sequence[str]) -> config.Strategy | 
 
 
 def _program(plan: Plan) -> str:
-    """Return the program, which the launcher starts for a layout of several workers, on their hosts."""
+    """Return the train program, run by the launcher if the layout has several workers."""
     if plan.best is None or plan.best.layout.num_workers == 1:
         return "python -m tfpar.train"
     job = tf_config.from_environment(os.environ)
-    hosts = "" if job is None or job.is_on_loopback else f" --hosts {','.join(_hosts(job))}"
+    hosts = ""
+    if job is not None and not job.is_on_loopback:
+        names = dict.fromkeys(shlex.quote(tf_config.split_address(address)[0]) for address in job.addresses)
+        hosts = f" --hosts {','.join(names)}"
     return f"python -m tfpar.launch --num_workers {plan.best.layout.num_workers}{hosts} -- -m tfpar.train"
-
-
-def _hosts(job: tf_config.JobConfig) -> list[str]:
-    return list(dict.fromkeys(shlex.quote(tf_config.split_address(address)[0]) for address in job.addresses))
-
-
-def _flags(overrides: Sequence[str]) -> list[str]:
-    return [word for one in overrides for word in ("--set", one)]
 
 
 def _value(value: Any) -> str:

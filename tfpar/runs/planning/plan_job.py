@@ -1,4 +1,4 @@
-"""The workers of a job that plan a run together: the chief says which layout all of them measure next; no TensorFlow.
+"""Planning in a job: the chief tells the workers which layout to measure next.
 
 chief      configuration ──> all       measures with them <── "done" of each       configuration ──> ... ""
 """
@@ -17,27 +17,27 @@ _DONE = "done"
 
 
 class OtherWorkers:
-    """The other workers of a job, for its chief.
+    """The chief's connections to the other workers.
 
     Args:
-        job: The job, of which this process is the chief.
+        job: The job whose chief this process is.
         form_seconds: Seconds to wait for all workers.
 
     Raises:
-        TimeoutError: If a worker does not appear in time.
-        ValueError: If a worker runs something else.
+        TimeoutError: If a worker is missing.
+        ValueError: If a worker does not run the plan command.
     """
 
     def __init__(self, job: tf_config.JobConfig, form_seconds: float) -> None:
-        self._lines = {rank: _Lines(one) for rank, one in _connections(job, form_seconds).items()}
+        self._lines = {rank: _Lines(connection) for rank, connection in _connections(job, form_seconds).items()}
         self._addresses = job.addresses
 
     @contextlib.contextmanager
     def measuring(self, text: str) -> Iterator[None]:
-        """Let the others measure a layout during this context, and wait for their end.
+        """Have the others measure a layout during this context, and wait for them.
 
         Args:
-            text: The configuration of the run, under the layout.
+            text: The configuration of the run, with the layout.
 
         Raises:
             ConnectionError: If a worker is lost.
@@ -53,21 +53,21 @@ class OtherWorkers:
                 )
 
     def end(self) -> None:
-        """Let the others end."""
+        """Tell the others that the plan is complete."""
         for lines in self._lines.values():
             with contextlib.suppress(OSError):
                 lines.write("")
 
 
 def follow(job: tf_config.JobConfig, form_seconds: float) -> None:
-    """Measure what the chief says until it has its plan.
+    """Measure the layouts that the chief sends until its plan is complete.
 
     Args:
-        job: The job and the rank of this process in it.
-        form_seconds: As for `OtherWorkers`.
+        job: The job of this process.
+        form_seconds: Seconds to wait for all workers.
 
     Raises:
-        TimeoutError: As `OtherWorkers`.
+        TimeoutError: If a worker is missing.
         ConnectionError: If the chief is lost.
     """
     lines = _Lines(_connections(job, form_seconds)[0])
@@ -98,7 +98,7 @@ class _Lines:
         self._file.flush()
 
     def read(self) -> str | None:
-        """Return the next text; None where the other side is gone."""
+        """Return the next text; None if the peer is gone."""
         try:
             line = self._file.readline()
             return None if not line else str(json.loads(line))

@@ -1,4 +1,4 @@
-"""The plan of a run: layouts of its configuration, trained for some steps in processes of their own."""
+"""The plan of a run: its layouts, each trained for some steps in a subprocess."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from tfpar.runs.planning.plan_devices import PlanDevices
 from tfpar.runs.planning.plan_files import with_strategy
 
 
-def plan_of(run: config.Run, devices: PlanDevices, budget_seconds: float) -> Plan | None:
-    """Measure layouts of a run, rank them, and store the plan for later runs.
+def make_plan(run: config.Run, devices: PlanDevices, budget_seconds: float) -> Plan | None:
+    """Measure and rank layouts of a run, and store the plan for later runs.
 
-    In a job of several workers every worker calls it, and they measure each layout of several workers together.
+    In a job, every worker calls it, and they measure layouts of several workers together.
 
     Args:
         run: The run.
         devices: The devices of each worker.
-        budget_seconds: Seconds that the plan may take.
+        budget_seconds: Time budget in seconds.
 
     Returns:
-        The plan; None on other workers than the chief.
+        The plan on the chief, None on the other workers.
 
     Raises:
-        ValueError: If run, data and model do not fit together, or one device cannot train the model.
+        ValueError: If the configuration, the data and the model do not fit together, or one device cannot train the
+            model.
         ConnectionError: If another worker is lost.
     """
     job = tf_config.from_environment(os.environ)
@@ -47,7 +48,7 @@ def plan_of(run: config.Run, devices: PlanDevices, budget_seconds: float) -> Pla
     finally:
         if others is not None:
             others.end()
-    stored_plans.store(stored_plans.path_of(run, devices, num_workers), plan.to_json())
+    stored_plans.store(stored_plans.plan_path(run, devices, num_workers), plan.to_json())
     return plan
 
 
@@ -72,11 +73,11 @@ class _Planner:
 
     def _measure(self, layout: Layout) -> Measured | Failed:
         with progress(f"planning: measuring {layout} ..."):
-            if layout.num_devices == 1 and self._others is not None:  # which the chief trains alone
+            if layout.num_devices == 1 and self._others is not None:  # the chief measures it alone
                 return self._processes.measure_one_device(self._run, self._devices.names)[-1]
             text = config.dump(with_strategy(self._run, self._devices.settings_of(layout)))
             if self._others is None:
-                # Logical CPUs divide the cores of a process.
+                # A process has a fixed number of logical CPUs.
                 needs = layout.num_devices if self._devices.kind == "CPU" else self._devices.kind
                 return self._processes.measure(text, needs)
             with self._others.measuring(text):

@@ -1,1 +1,1 @@
-"""What a run prints and records: its header, table of epochs, facts, profile and summary."""
+"""What a run prints and records: header, epoch table, summary, facts, profile."""

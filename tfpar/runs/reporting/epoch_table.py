@@ -1,4 +1,4 @@
-"""The lines of the train command during training: one per epoch, and on a terminal the progress of the epoch."""
+"""The output of the train command during training: a line per epoch, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _GAP = "  "
 
 
 class EpochTable(keras.callbacks.Callback):
-    """Print a table of the logs with a row an epoch; on a terminal a progress bar is where the next row comes.
+    """Print a table of the logs with a row per epoch, and on a terminal a progress bar below.
 
         epoch      loss  accuracy  val_loss  val_accuracy  examples/s
          1/10     1.975    0.4816     1.227        0.7833       8,720
          2/10 ━━━━━━━━━━────────── 13/24  loss 0.8313, 2 s left
 
-    On a terminal the columns that do not fit are left out, and the last line says so. The speed is that of
-    `tfpar.Throughput`, which comes before this callback.
+    On a terminal, columns that do not fit are omitted with a note. The speed comes from `tfpar.Throughput`, which must
+    precede this callback.
 
     Args:
-        validates: Whether there is validation data, so that their metrics get columns before their first epoch.
-        metrics_file: Where all metrics are, to point to.
+        validates: Whether there are validation data, so that validation metrics get columns from the start.
+        metrics_file: The file with all metrics, for the note.
 
     Example:
         >>> trainer.fit(dataset, verbose=0, callbacks=[tfpar.Throughput(), EpochTable(True, "metrics.jsonl")])
@@ -62,7 +62,7 @@ class EpochTable(keras.callbacks.Callback):
         self._state = ""
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Draw how far the epoch is; its first call compiles and tells nothing of the time left."""
+        """Draw the progress. The first call includes compilation, so it does not count for the time left."""
         now, done, steps = time.monotonic(), batch + 1, self.params["steps"]
         self._state = f"{done}/{steps}{_GAP}" if steps else f"{done:,} steps{_GAP}"
         if steps:
@@ -79,11 +79,11 @@ class EpochTable(keras.callbacks.Callback):
             self._draw(self._state + ", ".join(words))
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Say that the epoch's validation runs."""
+        """Show that validation runs."""
         self._draw(f"{self._state}validating")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Print the epoch's row."""
+        """Print the row of the epoch."""
         logs = dict(logs or {})
         if not self._columns:
             self._columns = self._choose(logs)
@@ -93,11 +93,11 @@ class EpochTable(keras.callbacks.Callback):
         self._print(_row(self._number(epoch), self._columns, values))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leave the terminal's line free."""
+        """Erase the progress bar."""
         self._erase()
 
     def _choose(self, logs: dict[str, Any]) -> list[tuple[str, int]]:
-        """Return names and widths of the columns: the loss first, training before validation, the speed last."""
+        """Return the names and widths of the columns: loss, training metrics, validation metrics, speed."""
         names = [name for name, value in logs.items() if np.ndim(value) == 0 and name not in FIGURES]
         trained = sorted((name for name in names if not name.startswith("val_")), key=lambda name: name != "loss")
         validated = [f"val_{name}" for name in trained if f"val_{name}" in names or self._expects(name)]
@@ -114,7 +114,7 @@ class EpochTable(keras.callbacks.Callback):
         return [*shown, (SPEED, len(SPEED))]
 
     def _expects(self, name: str) -> bool:
-        """Whether a log will be validated, though no epoch was yet; the learning rate is no metric."""
+        """Return whether a log will have a validation value in later epochs; the learning rate is no metric."""
         return self._validates and name != "learning_rate"
 
     def _number(self, epoch: int) -> str:
@@ -128,7 +128,7 @@ class EpochTable(keras.callbacks.Callback):
     def _draw(self, text: str) -> None:
         if self._bar:
             self._drawn_at, self._is_drawn = time.monotonic(), True
-            columns = _terminal_columns() - 1  # a full line would begin the next one
+            columns = _terminal_columns() - 1  # a full line would wrap
             print(f"\r{self._number(self._epoch)} {text}"[: columns + 1].ljust(columns + 1), end="", flush=True)
 
     def _erase(self) -> None:

@@ -1,4 +1,4 @@
-"""The lines that the train command prints before the first step: devices, model, data and the size of the batch."""
+"""The header that the train command prints before the first step: devices, model, data, batch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import tfpar
 from tfpar import config, data, strategies
 from tfpar.cluster import cores
 from tfpar.config import settings_read, toml
-from tfpar.messages.number_format import line
+from tfpar.messages.number_format import counted, line
 from tfpar.runs import built_objects, run_data
 from tfpar.runs.directory import RunDirectory
-from tfpar.runs.run_trainer import RunTrainer, class_names_of, sharding_of
+from tfpar.runs.run_trainer import RunTrainer, class_names, sharding
 from tfpar.runs.user_trainer import trainer_options, trainer_reads
 
-MAX_SHOWN = 10  # names of classes
+MAX_SHOWN = 10  # class names
 
 
 def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer, note: str = "") -> None:
-    """Print what will be trained, where and how large each step is.
+    """Print the header.
 
     Args:
-        run: The resolved run.
-        directory: Its folder.
+        run: The run.
+        directory: The run directory.
         trainer: The trainer of the run.
-        note: Why it has this strategy, after a comma; by default nothing.
+        note: What to append to the line of the strategy.
     """
     for name, text in lines(run, directory, trainer).items():
         if text:
@@ -34,23 +34,17 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer, 
 
 
 def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict[str, str]:
-    """Return the lines of the header by their labels; some may be empty.
-
-    Args:
-        run: The resolved run.
-        directory: Its folder.
-        trainer: The trainer of the run.
-    """
+    """Return the lines of the header, by label; some may be empty."""
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
-    here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
-    devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
+    local = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
+    devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in local)
     read = settings_read.read_keys(trainer_reads(run))
     known = run_data.num_steps(run, trainer.train_data)
     steps = "a number not yet known of" if known is None else f"{known:,}"
     return {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
-        "devices": f"{devices} ({_cores()})",
-        "note": "" if any(spec.device_type == "GPU" for spec in here) else _note(trainer.strategy),
+        "devices": f"{devices} ({counted(cores.num_allowed_cores(), 'core')})",
+        "note": "" if any(spec.device_type == "GPU" for spec in local) else _note(trainer.strategy),
         "strategy": trainer.strategy.describe(),
         "model": ", ".join(
             [trainer.model.name, _num_parameters(trainer.model), built_objects.describe_precision(trainer.model)]
@@ -59,15 +53,10 @@ def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict
         "kernels": _kernels_line(trainer),
         "options": _options_line(run),
         "data": _data_line(run, trainer, "data.source" in read),
-        "sharding": sharding_of(trainer) if trainer.strategy.num_workers > 1 else "",
+        "sharding": sharding(trainer) if trainer.strategy.num_workers > 1 else "",
         "batch": _batch_line(run, trainer),
         "epochs": f"{run.training.epochs}, of {steps} steps each",
     }
-
-
-def _cores() -> str:
-    number = cores.num_allowed_cores()
-    return f"{number} core{'s' * (number > 1)}"
 
 
 def _note(strategy: strategies.Strategy) -> str:
@@ -103,7 +92,7 @@ def _options_line(run: config.Run) -> str:
 def _data_line(run: config.Run, trainer: RunTrainer, is_read: bool) -> str:
     origin = data.describe(run.data) if is_read else f"of {run.trainer}"
     examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
-    names = class_names_of(trainer)
+    names = class_names(trainer)
     shown = f", {len(names)} classes: {', '.join(names[:MAX_SHOWN])}" if names else ""
     more = ", ..." if len(names) > MAX_SHOWN else ""
     return f"{origin}, {examples} to train" + ("" if trainer.validation_data is None else ", validated") + shown + more

@@ -1,4 +1,4 @@
-"""The names of a model's logs, as far as they are certain before the first step."""
+"""The names of a model's logs, if known before the first step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ _MAKES_LOGS = ("train_step", "test_step", "compute_metrics", "get_metrics_result
 
 
 def log_names(model: keras.Model) -> list[str] | None:
-    """Return the names of a model's logs, without `val_`; None if they are not known before the first step.
+    """Return the names of a compiled model's logs, without `val_`; None if they are not known before the first step.
 
-    They are unknown for a model that is not built yet, for several outputs, where a class makes its own logs, and for
-    metrics whose results or names Keras decides from more than their class.
-
-    Args:
-        model: A compiled model.
+    They are unknown for unbuilt models, models with several outputs or custom steps, and metrics whose names or results
+    do not follow from their class.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -29,15 +26,15 @@ def log_names(model: keras.Model) -> list[str] | None:
     """
     if not _has_one_output(model) or any(keras_model.overridden(model, name) for name in _MAKES_LOGS):
         return None
-    compiled = [_name(metric) for metric in keras.tree.flatten(keras_metrics.given_metrics(model))]
-    found = ["loss", *compiled, *map(_name, keras_metrics.tracked_metrics(model))]
-    names = [name for name in found if name is not None]
-    is_known = len(names) == len(found) and len(set(compiled)) == len(compiled)  # Keras numbers equal names
+    compiled = [_name(metric) for metric in keras.tree.flatten(keras_metrics.metric_arguments(model))]
+    candidates = ["loss", *compiled, *map(_name, keras_metrics.tracked_metrics(model))]
+    names = [name for name in candidates if name is not None]
+    is_known = len(names) == len(candidates) and len(set(compiled)) == len(compiled)  # Keras numbers equal names
     return list(dict.fromkeys(names)) if is_known else None
 
 
 def may_have_direction(model: keras.Model, monitor: str) -> bool:
-    """Return whether Keras may know if a lower or a higher value of a log is better: of losses and its own metrics.
+    """Return whether Keras may know if lower or higher values of a log are better, as for its own losses and metrics.
 
     Args:
         model: A compiled model.
@@ -50,12 +47,12 @@ def may_have_direction(model: keras.Model, monitor: str) -> bool:
         (True, False)
     """
     name = monitor.removeprefix("val_")
-    given = keras.tree.flatten(keras_metrics.given_metrics(model))
-    return name == "loss" or any(_may_compare(metric, name) for metric in given)
+    metrics = keras.tree.flatten(keras_metrics.metric_arguments(model))
+    return name == "loss" or any(_may_compare(metric, name) for metric in metrics)
 
 
 def _may_compare(metric: Any, name: str) -> bool:
-    """Return whether Keras 3.15 may compare the values of a metric with that name."""
+    """Return whether Keras 3.15 may compare values of a metric, if it has this name."""
     if isinstance(metric, str):
         return metric == name
     if isinstance(metric, keras.Metric):
@@ -68,10 +65,10 @@ def _has_one_output(model: keras.Model) -> bool:
 
 
 def _name(metric: Any) -> str | None:
-    """Return the name of a metric in the logs; None if it is not certain."""
+    """Return the name of a metric in the logs; None if it is uncertain."""
     if isinstance(metric, str):
         return metric
-    if isinstance(metric, keras.Metric):  # the result of a class of the user's own may be a dictionary
+    if isinstance(metric, keras.Metric):  # the result of a user's class may be a dictionary
         return str(metric.name) if keras_model.is_of_keras(type(metric).result) else None
     is_plain = isinstance(metric, types.FunctionType) and not hasattr(metric, "name")
     name = metric.__name__ if is_plain else ""

@@ -1,4 +1,4 @@
-"""The FLOPs of a model's training step, and the share of the GPUs' peak that they take (MFU)."""
+"""The FLOPs of a training step, and the model FLOPs utilization (MFU) of the GPUs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tfpar.callbacks import Throughput
 from tfpar.runs import built_objects
 from tfpar.strategies import Strategy
 
-# The backward pass computes two products for each one of the forward pass.
+# The backward pass computes two products for each product of the forward pass.
 PASSES = 3
-# Dense peaks in FLOP/s by the beginning of the device's name: those of float32 without and with TensorFloat-32, and of
-# 16 bits. From NVIDIA's data sheets of each card, https://www.nvidia.com/en-us/data-center/, without sparsity.
+# Dense peaks in FLOP/s by prefix of the device name: float32 without and with TensorFloat-32, and 16 bits. From
+# NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/, without sparsity.
 PEAKS = {
     "Tesla V100-SXM2": (15.7e12, 15.7e12, 125e12),
     "Tesla T4": (8.1e12, 8.1e12, 65e12),
@@ -29,20 +29,20 @@ PEAKS = {
     "NVIDIA H100 80GB HBM3": (66.9e12, 494.7e12, 989.4e12),
     "NVIDIA H200": (66.9e12, 494.7e12, 989.4e12),
 }
-# Operations that compute products, of which the counter knows some.
+# Operations that compute products, some of which TensorFlow's counter does not know.
 _PRODUCTS = ("MatMul", "Conv", "Einsum", "RNN", "LSTM", "GRU", "FFT")
-# Bodies of loops and programs of other compilers, which are not counted.
+# Operations whose bodies are not counted.
 _OPAQUE = ("While", "If", "Case", "PartitionedCall", "PyFunc", "XlaCallModule", "XlaLaunch")
 
 
 class ModelFlops(keras.callbacks.Callback):
-    """Count the FLOPs of a step, and write them with the MFU for TensorBoard after each epoch.
+    """Count the FLOPs of a step, and write FLOPs and MFU to TensorBoard after each epoch.
 
     Args:
         strategy: The strategy of the training.
-        throughput: That of the training, which comes before this callback.
+        throughput: The speed measurement, which must precede this callback.
         batch_size: Number of examples to count with.
-        folder: A folder of its own for TensorBoard; None for no curves.
+        folder: A separate folder for TensorBoard; None to write nothing.
 
     Example:
         >>> throughput = tfpar.Throughput()
@@ -66,7 +66,7 @@ class ModelFlops(keras.callbacks.Callback):
         self._peak: float | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Count the FLOPs of an example, in a job of one process: a trace on the chief alone may add collectives."""
+        """Count the FLOPs per example. Skipped in jobs: tracing on the chief alone may add collectives."""
         if self._strategy.num_workers > 1:
             return
         flops = forward_flops(self.model, self._batch_size)
@@ -85,42 +85,42 @@ class ModelFlops(keras.callbacks.Callback):
         writer.close()
 
     def figures(self, speed: Mapping[str, Any]) -> dict[str, float]:
-        """Return the model FLOPs of a step and the MFU, each where it is known.
+        """Return the FLOPs of a step and the MFU, where known.
 
         Args:
-            speed: The examples a second and the milliseconds of a step.
+            speed: The logs `examples_per_second` and `step_milliseconds`.
         """
         examples, milliseconds = (speed.get(name) for name in ("examples_per_second", "step_milliseconds"))
         if self._per_example is None or not examples or not milliseconds:
             return {}
-        found = {"flops_per_step": self._per_example * examples * milliseconds / 1e3}
-        return found | ({} if self._peak is None else {"mfu": self._per_example * examples / self._peak})
+        figures = {"flops_per_step": self._per_example * examples * milliseconds / 1e3}
+        return figures | ({} if self._peak is None else {"mfu": self._per_example * examples / self._peak})
 
 
 def forward_flops(model: keras.Model, batch_size: int) -> int | None:
-    """Count the floating-point operations of a forward pass with TensorFlow's own counter.
+    """Count the floating-point operations of a forward pass with TensorFlow's counter.
 
     Args:
         model: A built Functional or Sequential model.
         batch_size: Number of examples.
 
     Returns:
-        The number; None where the graph has operations that cannot be counted, such as loops, or the model has no
-        inputs of known shape.
+        The count; None if the graph has operations that cannot be counted, such as loops, or the shapes of the inputs
+        are unknown.
 
     Example:
         >>> forward_flops(keras.Sequential([keras.Input([5]), keras.layers.Dense(8)]), 4)
         352
     """
     try:
-        tensors = getattr(model, "input", model.inputs[0])  # a Sequential model that was not called has no `input`
+        tensors = getattr(model, "input", model.inputs[0])  # a Sequential model has no `input` before its first call
         structure = keras.tree.map_structure(
             lambda tensor: tf.TensorSpec([batch_size, *tensor.shape[1:]], tensor.dtype), tensors
         )
         with _quiet():
             forward = tf.function(lambda batch: model(batch, training=False), autograph=False)
             return _counted(forward.get_concrete_function(structure).graph)
-    except Exception:  # a model of users' own may raise anything when it is called once more
+    except Exception:  # calling a user's model once more may raise anything
         return None
 
 
@@ -147,10 +147,10 @@ def _nodes(node: Any) -> Iterator[Any]:
 
 
 def _einsum_flops(operation: tf.Operation) -> int:
-    """Return the FLOPs of a product that TensorFlow's counter does not know: two for each index of all labels.
+    """Return the FLOPs of an einsum, which TensorFlow's counter does not know: two per combination of indices.
 
     Raises:
-        ValueError: If a size is not known.
+        ValueError: If a size is unknown.
     """
     subscripts = operation.get_attr("equation").decode().partition("->")[0].split(",")
     sizes: dict[str, int] = {}
@@ -161,7 +161,7 @@ def _einsum_flops(operation: tf.Operation) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide that the counter, which has no successor, calls functions of TensorFlow 1."""
+    """Suppress the deprecation warnings of TensorFlow's counter, which has no successor."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -172,14 +172,14 @@ def _quiet() -> Iterator[None]:
 
 
 def peak_flops_per_second(strategy: Strategy, model: keras.Model) -> float | None:
-    """Return the sum of the dense peaks of the GPUs that a training of one process uses.
+    """Return the total dense peak of the GPUs of a strategy, in FLOP/s.
 
     Args:
-        strategy: Its strategy.
-        model: Its model, whose precision decides.
+        strategy: The strategy of a single process.
+        model: The model, whose precision selects the peak.
 
     Returns:
-        The sum in FLOP/s; None for logical devices and cards that are not in the table.
+        The sum; None for logical devices and unknown cards.
     """
     cards = tf.config.list_physical_devices("GPU")
     if len(tf.config.list_logical_devices("GPU")) != len(cards):

@@ -1,4 +1,4 @@
-"""Where the time of a training goes, and its speed within epochs, for the report."""
+"""How training spends its time, and its speed over the steps, for the report."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MOST_POINTS = 400
 
 
 class PhaseClock(keras.callbacks.Callback):
-    """Measure the time of steps, waiting and validation, and the speed over the steps; single losses are not read.
+    """Measure the time of steps, of waiting for data and of validation, and the speed over the steps.
 
     Args:
-        throughput: That of the training, which comes before this callback.
-        on_nonfinite: Called at the first loss that is not finite, with the number of steps.
+        throughput: The speed measurement, which must precede this callback.
+        on_nonfinite: Called with the number of steps at the first non-finite loss.
 
     Attributes:
-        seconds: The time of each phase: "first_call", "steps", "data", "validation", and "fit", which is all.
-        points: The speed after some of the calls, at most `MOST_POINTS`.
-        step: The number of updates of the weights, as far as known.
+        seconds: The time of each phase: "first_call", "steps", "data", "validation", and "fit", the total.
+        points: At most `MOST_POINTS` samples of the speed.
+        step: Number of weight updates, if known.
 
     Example:
         >>> throughput = tfpar.Throughput()
@@ -56,7 +56,7 @@ class PhaseClock(keras.callbacks.Callback):
         self.seconds = dict.fromkeys(("first_call", "steps", "data", "validation"), 0.0)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count steps from the weights' own count again."""
+        """Reset the step count of the epoch."""
         self._epoch_began = None
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:

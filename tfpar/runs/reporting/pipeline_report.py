@@ -1,4 +1,4 @@
-"""The train command's report on a pipeline: a table of its stages, and a picture of a step as planned and as run."""
+"""The output of the train command about a pipeline: its stage table, and a figure of a step as planned and as run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measured_stages(trainer: RunTrainer, batch: Any) -> Preview:
     """Measure the stages on a batch; the chief prints them with the predicted step.
 
     Args:
-        trainer: Its `build` has been called, and its strategy has a schedule.
+        trainer: A built trainer whose strategy has a schedule.
         batch: A global batch.
     """
     preview = trainer.strategy.preview(trainer.model, batch)
@@ -32,11 +32,7 @@ def measured_stages(trainer: RunTrainer, batch: Any) -> Preview:
 
 
 def predicted(preview: Preview) -> PipelineRecord:
-    """Return the predicted step of a pipeline, for the report.
-
-    Args:
-        preview: The predicted step.
-    """
+    """Return the predicted step of a pipeline, for the report."""
     assert preview.schedule is not None, "the strategy has a schedule"
     assert preview.planned is not None, "the strategy has a schedule"
     return PipelineRecord(preview.schedule, preview.planned, None, preview.durations)
@@ -45,19 +41,19 @@ def predicted(preview: Preview) -> PipelineRecord:
 def draw_trace(
     trainer: RunTrainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None
 ) -> PipelineRecord | None:
-    """Measure when each action of a step really runs; the chief draws it below the plan, and prints where.
+    """Measure when each action of a step runs; the chief draws it below the plan.
 
-    Neither includes what follows the actions: the sums of gradients over replicas and workers, and the optimizer.
+    Both exclude the all-reduce of the gradients and the optimizer, which follow the actions.
 
     Args:
-        trainer: Its `build` has been called, and its strategy has a schedule.
+        trainer: A built trainer whose strategy has a schedule.
         preview: The predicted step.
         batch: A global batch.
         picture: The PNG file to write.
-        tensorboard: The folder of TensorBoard's files; None for none.
+        tensorboard: The TensorBoard folder, if any.
 
     Returns:
-        The step as planned and as run; None on other workers than the chief.
+        The step as planned and as run, on the chief; None on the other workers.
     """
     assert preview.schedule is not None, "the strategy has a schedule"
     assert preview.durations is not None, "the strategy has a schedule"
@@ -65,7 +61,7 @@ def draw_trace(
     if not trainer.strategy.is_chief:
         return None
     num_workers = measured.num_devices // len(preview.schedule.actions)
-    schedule = preview.schedule.of_one_replica.replicated(preview.schedule.num_replicas * num_workers)
+    schedule = preview.schedule.first_replica.replicated(preview.schedule.num_replicas * num_workers)
     actions = dataclasses.replace(
         preview.durations,
         update_seconds=(),
@@ -78,7 +74,7 @@ def draw_trace(
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
             tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)
-    print(line("planned", f"{describe_step(planned)}: as predicted, the actions alone"))
-    print(line("run", f"{describe_step(measured)}: a step whose actions were timed, these alone"))
+    print(line("planned", f"{describe_step(planned)}: as predicted, actions only"))
+    print(line("run", f"{describe_step(measured)}: as measured, actions only"))
     print(line("picture", f"{picture}: planned above, run below"), end="\n\n", flush=True)
     return PipelineRecord(schedule, planned, measured, preview.durations)

@@ -1,4 +1,4 @@
-"""What the report of a run says of versions, machine, model, layout and memory, as values that JSON has."""
+"""Facts of a run for its report, as JSON values: versions, machine, model, layout, memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,13 @@ from tfpar.cluster import cores, process_memory
 from tfpar.runs import built_objects
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.reporting import header
-from tfpar.runs.run_trainer import RunTrainer, class_names_of
+from tfpar.runs.run_trainer import RunTrainer, class_names
 
 MOST_LAYERS = 5000
 
 
 def describe(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict[str, Any]:
-    """Return the facts of a run that its other files do not have.
-
-    Args:
-        run: The resolved run.
-        directory: Its folder.
-        trainer: The trainer of the run.
-    """
+    """Return the facts of a run that its other files do not record."""
     lines = header.lines(run, directory, trainer)
     model = trainer.model
     return {
@@ -53,7 +47,7 @@ def describe(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> d
             "precision": built_objects.describe_precision(model),
             "optimizer": lines["optimizer"],
             "data": lines["data"],
-            "classes": list(class_names_of(trainer)),
+            "classes": list(class_names(trainer)),
             "layers": _layers(model),
         },
         "layout": {"strategy": lines["strategy"], "batch": lines["batch"]},
@@ -80,15 +74,14 @@ def _layers(model: keras.Model) -> list[dict[str, Any]]:
 
 
 def _shape(layer: keras.Layer) -> str:
-    """Return the shape of a layer's output; empty for a layer without one, or with several calls."""
+    """Return the output shape of a layer; empty if it has none or was called several times."""
     with contextlib.suppress(AttributeError, ValueError):
-        shapes = [tuple(one.shape) for one in keras.tree.flatten(layer.output)]
-        return ", ".join(str(shape) for shape in shapes)
+        return ", ".join(str(tuple(output.shape)) for output in keras.tree.flatten(layer.output))
     return ""
 
 
 def memory() -> dict[str, Any]:
-    """Return the peak memory of the process, and of each GPU that it uses.
+    """Return the peak memory of the process and of each GPU, in bytes.
 
     Example:
         >>> memory()["process_peak_bytes"] > 10_000_000

@@ -1,4 +1,4 @@
-"""The report of a training as it runs: its record, its events, and the page at its end."""
+"""Recording of a run: its facts and events, and the report at its end."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from tfpar.runs.reporting import run_facts
 from tfpar.runs.reporting.phase_clock import PhaseClock
 from tfpar.runs.run_trainer import RunTrainer
 
-# The train command removes the folder of a run that ends with one of them before its first epoch or checkpoint.
+# If a run fails with one of these before its first epoch or checkpoint, the train command removes its folder.
 _REPEATABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
 
 
 class RunReporter:
-    """Record a training in its folder, and write its report at the end. Nothing of it fails a run.
+    """Record a run in its directory, and write its report at the end. Errors here never make the run fail.
 
-    The report of a run that fails is left to the train command, after its error: other workers may end the process.
-
-    The chief alone calls `begin`; without it the other methods do nothing.
+    After a failure, the train command writes the report once the error is printed, since other workers may end the
+    process. Only the chief calls `begin`; on other workers, the other methods do nothing.
 
     Args:
-        run: The resolved run.
-        directory: Its folder, claimed.
+        run: The run.
+        directory: The claimed run directory.
 
     Example:
         >>> reporter = RunReporter(config.Run(), RunDirectory("runs/digits"))
@@ -49,50 +48,42 @@ class RunReporter:
         self._has_ended = False
 
     def begin(self, trainer: RunTrainer, resumed: str, pipeline: Mapping[str, str | PipelineRecord]) -> None:
-        """Record the start of a training.
+        """Record the start of training.
 
         Args:
             trainer: The trainer of the run.
-            resumed: From where it resumes, in a sentence; empty for a new run.
-            pipeline: Of a pipeline, the "table" of its stages, and the "record" of its step.
+            resumed: Where the run resumes, as a sentence; empty for a new run.
+            pipeline: The "table" of stages and the "record" of a step, for a pipeline.
         """
         self._trainer, self._pipeline = trainer, pipeline
         events.append(self._directory.path, events.RESUMED if resumed else events.STARTED, detail=resumed)
-        self._or_say(self._record)
+        self._try(self._record)
 
     def clock(self, throughput: Throughput) -> PhaseClock:
-        """Return the callback that measures the times of the training.
-
-        Args:
-            throughput: That of the training.
-        """
+        """Return the callback that measures how training spends its time."""
         self._clock = PhaseClock(throughput, self._nonfinite)
         return self._clock
 
     def note_early_stop(self, sentences: str) -> None:
-        """Record that early stopping has ended the training.
-
-        Args:
-            sentences: When and why.
-        """
+        """Record that early stopping ended the training, and why."""
         events.append(self._directory.path, events.STOPPED_EARLY, self._step, sentences)
 
     def end(self, kind: str, detail: str = "") -> None:
-        """Record the end of a training, and write the report.
+        """Record the end of training, and write the report.
 
         Args:
-            kind: One of the ends of `events`.
-            detail: The error.
+            kind: `events.TRAINED`, `events.INTERRUPTED` or `events.FAILED`.
+            detail: The error, if any.
         """
         if self._trainer is None or self._has_ended:
             return
         self._has_ended = True
         events.append(self._directory.path, kind, self._step, detail)
-        self._or_say(lambda: self._write(kind), is_failed=kind == events.FAILED)
+        self._try(lambda: self._write(kind), is_failed=kind == events.FAILED)
 
     @contextlib.contextmanager
     def recording_failures(self) -> Iterator[None]:
-        """Record an error that leaves the block."""
+        """Record an exception that leaves this context."""
         try:
             yield
         except Exception as error:
@@ -101,7 +92,7 @@ class RunReporter:
             self._failed(error)
             raise
         finally:
-            self._trainer = self._clock = None  # the clock refers to this object: the lock of the folder ends with both
+            self._trainer = self._clock = None  # breaks a reference cycle that would keep the folder locked
 
     def _failed(self, error: Exception) -> None:
         has_files = self._directory.metrics.exists() or any(self._directory.checkpoints.glob("*.npz"))
@@ -136,8 +127,8 @@ class RunReporter:
             facts |= {"memory": run_facts.memory(), "seconds": self._clock.seconds, "points": self._clock.points}
         atomic_file.write(self._directory.path / RECORD, json.dumps(facts) + "\n")
 
-    def _or_say(self, action: Any, is_failed: bool = False) -> None:
-        """Do what a run does not need; say in a line why it was not done, unless the run itself has failed."""
+    def _try(self, action: Any, is_failed: bool = False) -> None:
+        """Run an optional action; print why it failed, unless the run itself has failed."""
         try:
             action()
         except Exception as error:

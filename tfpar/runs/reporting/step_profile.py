@@ -1,4 +1,4 @@
-"""TensorFlow's profile of a few steps of a training, for TensorBoard (`--profile`)."""
+"""TensorFlow's profile of a few training steps, for TensorBoard (`--profile`)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import tensorflow as tf
 from tfpar.messages.number_format import counted, line
 from tfpar.reports.recorded_run import PROFILE
 
-FIRST_STEPS = 5  # not recorded: they trace functions, and fill buffers
+FIRST_STEPS = 5  # not recorded: they trace functions and fill buffers
 
 
 class StepProfile(keras.callbacks.Callback):
-    """Record steps with TensorFlow's profiler, on the chief, each in a call of its own until they are recorded.
+    """Record training steps with TensorFlow's profiler, on the chief. Until then, each call runs a single step.
 
     Args:
-        folder: The folder of the logs for TensorBoard; the profile is in its `plugins/profile`.
+        folder: The TensorBoard folder; the profile goes to its subfolder `plugins/profile`.
         num_steps: Number of steps to record.
 
     Attributes:
-        num_recorded: Number of steps that are recorded.
+        num_recorded: Number of steps recorded so far.
 
     Example:
         >>> profile = StepProfile("logs", num_steps=2)
@@ -40,7 +40,7 @@ class StepProfile(keras.callbacks.Callback):
         self.num_recorded = 0
         self._folder, self._num_steps = str(folder), num_steps
         self._num_seen = 0
-        self._step: Any = None  # of the profile; None while nothing is recorded
+        self._step: Any = None  # the step being recorded
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Start the profiler before the first step to record, and mark each step."""
@@ -63,7 +63,7 @@ class StepProfile(keras.callbacks.Callback):
             self._stop()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """End the profile of a training with fewer steps."""
+        """Stop the profiler if training had fewer steps."""
         if self.num_recorded and self.single_batches:
             self._stop()
 
@@ -72,7 +72,7 @@ class StepProfile(keras.callbacks.Callback):
         self.single_batches = False
 
     def describe(self) -> str:
-        """Return the line for the terminal: where the profile is, or why there is none."""
+        """Return a line that says where the profile is, or why there is none."""
         if not self.num_recorded:
             return line("profile", f"none: the training had at most {FIRST_STEPS} steps, which are not recorded")
         path = Path(self._folder).parent / PROFILE

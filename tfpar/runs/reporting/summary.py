@@ -1,4 +1,4 @@
-"""The lines that the train command prints for a finished run; no TensorFlow."""
+"""The output of the train command for a finished run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _FLOPS = ("flops_per_step", "mfu")
 
 
 def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
-    """Return the text for a run that is already trained to its end.
-
-    Args:
-        directory: Its folder.
-        results: Its results.
-    """
+    """Return the text for a run that is already complete."""
     sentence = (
         f"{directory.path} is trained to its end already. To train it longer, set a larger training.epochs; to train "
         "another run, choose another --directory."
@@ -28,21 +23,17 @@ def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
 
 
 def written_again(names: Sequence[str]) -> str:
-    """Return the text for a finished run with files that are missing or changed.
-
-    Args:
-        names: The files.
-    """
-    is_are = "is" if len(names) == 1 else "are"
-    return f"This run was trained to its end, but {' and '.join(names)} {is_are} missing or changed: written again."
+    """Return the text for a finished run whose files `names` are missing or changed."""
+    verb = "is" if len(names) == 1 else "are"
+    return f"This run was trained to its end, but {' and '.join(names)} {verb} missing or changed: written again."
 
 
 def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
-    """Return how long a run was trained, its metrics, its speed, and where its files are.
+    """Return the epochs, metrics, speed and files of a run as text.
 
     Args:
-        directory: Its folder.
-        results: What `results.json` holds.
+        directory: The run directory.
+        results: The content of `results.json`.
     """
     metrics = {name: value for name, value in results.items() if name not in (*_COUNTS, *_SPEED, *_FLOPS)}
     rows = {"trained": f"{counted(results['epochs'], 'epoch')}, {counted(results['steps'], 'step')}"}

@@ -1,4 +1,4 @@
-"""TensorBoard's curves by step: what Keras' own callback writes by epoch, after every call of the inner loop."""
+"""TensorBoard curves by step, which complement those by epoch from Keras' own callback."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tfpar.callbacks import Throughput
 
 
 class StepSummaries(keras.callbacks.Callback):
-    """Write loss, metrics and speed by step for TensorBoard, about ten times a second, without single batches.
+    """Write loss, metrics and speed to TensorBoard after each call of the inner loop, about ten times a second.
 
-    As in Keras' progress bar, loss and metrics are means of the epoch so far; the speed is that of the last steps.
+    As in Keras' progress bar, loss and metrics are means over the epoch so far.
 
     Args:
-        folder: Where the files go; a folder of its own, as TensorBoard follows one file in a folder.
-        throughput: Measures the speed; it comes before this callback.
+        folder: A separate folder, since TensorBoard follows one file per folder.
+        throughput: The speed measurement, which must precede this callback.
 
     Example:
         >>> throughput = tfpar.Throughput()
@@ -42,18 +42,18 @@ class StepSummaries(keras.callbacks.Callback):
         self._epoch_began: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Forget where the last epoch began."""
+        """Reset the step count of the epoch."""
         self._epoch_began = None
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count the steps of the run where the epoch begins; an accumulated gradient takes several."""
+        """Compute the first step of the epoch; with gradient accumulation, an update takes several steps."""
         if self._epoch_began is None:
             optimizer = self.model.optimizer
             accumulated = getattr(optimizer, "gradient_accumulation_steps", None) or 1
             self._epoch_began = int(optimizer.iterations.numpy()) * accumulated - batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the points of a call."""
+        """Write a point per log."""
         with self._writer.as_default(step=(self._epoch_began or 0) + batch + 1):
             for name, value in (logs or {}).items():
                 if np.ndim(value) == 0:
@@ -62,7 +62,7 @@ class StepSummaries(keras.callbacks.Callback):
                 tf.summary.scalar(f"batch_{name}", value)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Flush the logs of the epoch to the file."""
+        """Flush the file."""
         self._writer.flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -1,11 +1,10 @@
-"""Rows for the study of losses and metrics: those of a batch, and made-up outputs that differ for each row.
+"""Rows for the study of losses and metrics: those of the batch, and synthetic ones that differ from each other.
 
-    outputs at the first weights   0.50 0.50 0.50 0.50   a root of the mean loss is a mean over the batch
-    made-up outputs                0.07 0.81 0.44 0.93   and here it is not
+    outputs at the first weights   0.50 0.50 0.50 0.50   the root of the mean loss looks like a mean over the batch
+    synthetic outputs              0.07 0.81 0.44 0.93   here it does not
 
-A model with new weights returns almost the same for every row. On such outputs many losses are means over the batch
-that are none later. The targets change too: the batch may have no padding, no ignored label, no missing number, or no
-positive.
+A new model returns almost the same for every row, where many losses look like means over the batch. The targets are
+varied too, because the batch may have no padding, no ignored label, no missing number or no positive.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ import tensorflow as tf
 from tfpar import data
 from tfpar.study.rows import SIZES as FEW
 
-# Of the parts of the made-up rows: enough that the eight largest losses are not those of all rows.
+# Sizes of the parts of synthetic rows: so many that the eight largest losses are not those of all rows.
 MANY = (1, 4, 11)
-_MOST_VALUES = 1 << 24  # of the outputs of many rows; of more values there are few rows
-_NUM_DRAWN = 1_048_573  # a prime, so that no two rows have the same of the numbers, which repeat
+_MOST_VALUES = 1 << 24  # of the outputs for MANY rows; larger outputs get FEW rows
+_NUM_DRAWN = 1_048_573  # random numbers, which repeat; a prime, so that no two rows are equal
 _Change = Callable[[tf.Tensor, np.random.Generator], tf.Tensor]
 
 
@@ -34,11 +33,11 @@ class Rows(NamedTuple):
 
     Args:
         inputs: The inputs of the model, `[rows, ...]` each.
-        targets: Its targets.
+        targets: The targets.
         weights: The sample weights.
-        outputs: Its outputs, with their Keras masks.
-        sizes: The number of rows of each part.
-        is_given: Whether they are those of the batch.
+        outputs: The outputs of the model, with their Keras masks.
+        sizes: The number of rows in each part.
+        is_real: Whether these are rows of the batch, not synthetic ones.
     """
 
     inputs: Any
@@ -46,17 +45,17 @@ class Rows(NamedTuple):
     weights: Any
     outputs: Any
     sizes: tuple[int, ...] = FEW
-    is_given: bool = True
+    is_real: bool = True
 
     def parts(self) -> list[Rows]:
-        """Return parts of different sizes, in order."""
+        """Split the rows into parts of `sizes`, in order."""
         ends = np.cumsum(self.sizes).tolist()
         bounds = zip(self.sizes, ends, strict=True)
         rows = [data.take_rows(tuple(self[:4]), end - size, end) for size, end in bounds]
         return [self._replace(inputs=x, targets=y, weights=w, outputs=z) for x, y, w, z in rows]
 
     def rolled(self, number: int) -> Rows:
-        """Return the rows from one on, and then those before it."""
+        """Rotate the rows, so that row `number` comes first."""
         if not number:
             return self
         size, rows = sum(self.sizes), tuple(self[:4])
@@ -66,20 +65,20 @@ class Rows(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of these rows in those of all parts."""
+        """The fraction of the rows of all parts that these are."""
         return int(data.num_rows(self.outputs)) / sum(self.sizes)
 
 
-def made_up(batch: Any, outputs: Any) -> Iterator[Rows]:
-    """Yield rows with several outputs and targets; none where an output is ragged or sparse.
+def synthetic_rows(batch: Any, outputs: Any) -> Iterator[Rows]:
+    """Yield rows with synthetic outputs and targets; nothing if an output is ragged or sparse.
 
     Args:
         batch: A batch, `(inputs, targets, sample_weight)` as far as given.
-        outputs: Outputs of the model for some rows, of which types and shapes count.
+        outputs: Outputs of the model for some rows, for their dtypes and shapes.
 
     Example:
         >>> batch = tf.zeros([4, 3]), tf.constant([1, 0, 0, 1])
-        >>> [rows.targets.numpy()[:8].tolist() for rows in made_up(batch, tf.zeros([4, 2]))][2]
+        >>> [rows.targets.numpy()[:8].tolist() for rows in synthetic_rows(batch, tf.zeros([4, 2]))][2]
         [1, 0, 0, 0, 1, 0, 0, 0]
     """
     leaves = [leaf for leaf in tf.nest.flatten(outputs) if leaf is not None]
@@ -94,17 +93,17 @@ def made_up(batch: Any, outputs: Any) -> Iterator[Rows]:
         (_binary, _shares),
         (functools.partial(_ended, markers=(-100, math.nan)), _shares),
     ]
-    for seed, (of_targets, of_outputs) in enumerate(changes):
+    for seed, (change_targets, change_outputs) in enumerate(changes):
         random = np.random.default_rng(seed)
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(_first_rows(batch, sum(sizes)))
-        of_model = _changed(of_outputs, _first_rows(outputs, sum(sizes)), random)
-        yield Rows(inputs, _changed(of_targets, targets, random), weights, of_model, sizes, is_given=False)
+        changed = _changed(change_outputs, _first_rows(outputs, sum(sizes)), random)
+        yield Rows(inputs, _changed(change_targets, targets, random), weights, changed, sizes, is_real=False)
 
 
-def _first_rows(batch: Any, wanted: int) -> Any:
-    """Return the first rows of a batch, and these again if they are too few."""
-    rows = data.take_rows(batch, 0, min(int(data.num_rows(batch)), wanted))
-    return data.take_rows(data.join_batches([rows] * -(-wanted // int(data.num_rows(rows)))), 0, wanted)
+def _first_rows(batch: Any, number: int) -> Any:
+    """Return the first rows of a batch, repeated if there are too few."""
+    rows = data.take_rows(batch, 0, min(int(data.num_rows(batch)), number))
+    return data.take_rows(data.join_batches([rows] * -(-number // int(data.num_rows(rows)))), 0, number)
 
 
 def _changed(change: _Change, structure: Any, random: np.random.Generator) -> Any:
@@ -120,7 +119,7 @@ def _same(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
 
 
 def _shares(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
-    """Return outputs between 0 and 1, valid as probabilities and as any other numbers."""
+    """Return outputs between 0 and 1, which are valid as probabilities too."""
     return _repeated(leaf, random.uniform(0.02, 0.98, _NUM_DRAWN))
 
 
@@ -129,18 +128,18 @@ def _signed(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
 
 
 def _repeated(leaf: tf.Tensor, numbers: np.ndarray) -> tf.Tensor:
-    """Return a tensor like a floating one that has some numbers, again and again; another as it is."""
+    """Fill a floating tensor with numbers, repeated; return other tensors unchanged."""
     dtype = leaf.dtype
     return tf.constant(np.resize(numbers.astype(dtype.as_numpy_dtype), leaf.shape)) if dtype.is_floating else leaf
 
 
 def _ended(leaf: tf.Tensor, random: np.random.Generator, markers: tuple[int, float]) -> tf.Tensor:
-    """Return targets of which each row ends, in markers, at another position of the next axis, or is a marker.
+    """Replace the end of each row of targets `[rows, ...]` by a marker, from a different position on.
 
     Args:
-        leaf: Targets, `[rows, ...]`.
+        leaf: Targets; every other one becomes a marker if a row is a single value.
         random: Not used.
-        markers: The marker of whole numbers and that of other numbers, such as -100 and NaN.
+        markers: The markers for integer and for floating targets, such as -100 and NaN.
     """
     marker = markers[1] if leaf.dtype.is_floating else markers[0]
     if marker and not leaf.dtype.is_floating and not _holds(leaf.dtype, int(marker)):
@@ -157,7 +156,7 @@ def _holds(dtype: tf.DType, marker: int) -> bool:
 
 
 def _binary(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
-    """Return random zeros and ones for targets that have only these."""
+    """Replace targets that are all 0 or 1 by random zeros and ones."""
     if not bool(tf.reduce_all((leaf == tf.zeros_like(leaf)) | (leaf == tf.ones_like(leaf)))):
         return leaf
     return tf.cast(random.uniform(size=leaf.shape) < 0.5, leaf.dtype)

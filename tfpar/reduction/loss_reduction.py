@@ -1,4 +1,4 @@
-"""The losses of one model reduced over replicas or micro-batches, by the verdict of a study."""
+"""Reduce the losses of one model over replicas or micro-batches, by the verdict of its study."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from tfpar.reduction.whole_batch import losses_in_call
 class LossReduction:
     """The reduction of one model's losses, in training and in evaluation.
 
-    A loss of Keras is a sum and a weight, and both are reduced over the parts of a batch. A scalar that the study found
-    to be a mean or a sum over the rows has no weight. Any other loss is computed on the whole batch: each replica
-    gathers the targets, outputs and sample weights, and has the gradient of its own rows.
+    The sum and weight of a Keras loss are reduced over the parts of a batch. A scalar that is a mean or a sum over the
+    rows, by the study, has no weight. Any other loss is computed on the whole batch: each replica gathers the targets,
+    outputs and sample weights, and has the gradient of its own rows.
 
-    A loss object inside of `call` returns the loss of the whole batch, as on one device.
-    `tfpar.reduction.losses_in_call` describes its value in a micro-batch.
+    A loss object in `call` returns the loss of the whole batch, as on one device; for micro-batches see
+    `tfpar.reduction.losses_in_call`.
 
     Args:
         model: A compiled model.
-        communicates: Whether parts can all-reduce values inside of `call`; micro-batches cannot.
-        divides: Whether the batch has parts; the losses of an only micro-batch are those of Keras.
+        communicates: Whether parts can all-reduce values inside `call`; micro-batches cannot.
+        divides: Whether the batch has several parts; Keras alone computes the losses of a single micro-batch.
     """
 
     def __init__(self, model: keras.Model, *, communicates: bool = True, divides: bool = True) -> None:
         self._model, self._communicates, self._divides = model, communicates, divides
         self.verdicts: dict[bool, Verdict] = {}  # by whether the model trains
-        # With several outputs Keras logs the loss of each, which must be the value over the global batch.
+        # With several outputs Keras logs each loss, which must then be the value over the global batch.
         self.partial_values = not keras_metrics.trackers_of_losses(model)
 
     def ways(self, training: bool) -> tuple[Way, ...]:
-        """Return what losses computed in `call` need of the whole batch; nothing where no loss was studied."""
+        """Return the way of each loss computed in `call`; empty if no loss was studied."""
         return self.verdict(training).ways
 
     def verdict(self, training: bool) -> Verdict:
-        """Return what the study found out; an empty verdict where the batch has no parts."""
+        """Return the verdict of the study; an empty one if the batch has a single part."""
         return self.verdicts.get(training, Verdict()) if self._divides else Verdict()
 
     def is_own(self, training: bool) -> bool:
-        """Return whether the loss is that of an overridden `compute_loss`, of the part."""
+        """Return whether the model overrides `compute_loss`."""
         return self._own_kind(training) is not None
 
     def _own_kind(self, training: bool) -> Kind | None:
@@ -63,17 +63,11 @@ class LossReduction:
         return bool(self.verdict(training).added)
 
     def added_factors(self, training: bool, counts: BatchWeights, number: int) -> list[tf.Tensor]:
-        """Return, for each loss that layers add, the weight of a part's value in the value of the whole batch.
-
-        Args:
-            training: Whether the model trains.
-            counts: The sizes of the part and of the whole batch.
-            number: The number of these losses.
-        """
-        one = tf.ones((), keras.config.floatx())
+        """Return the weight of a part's value in that of the whole batch, for each of `number` losses layers add."""
+        unit = tf.ones((), keras.config.floatx())
         alone = counts._replace(sum_divisors=None, partial_values=True)
         kinds: Sequence[str] = self.verdicts[training].added if self._divides else ["mean"] * number
-        return [reduce_kind(kind, one, alone) for kind in kinds]
+        return [reduce_kind(kind, unit, alone) for kind in kinds]
 
     @contextlib.contextmanager
     def reduce_globally(
@@ -81,23 +75,23 @@ class LossReduction:
         training: bool,
         num_examples: Sequence[tf.Tensor],
         example_weight: tf.Tensor,
-        everywhere: tf.Tensor | Callable[[], tf.Tensor] | None,
+        global_size: tf.Tensor | Callable[[], tf.Tensor] | None,
         sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Reduce every loss that Keras computes inside this context over all replicas.
+        """Reduce every loss that Keras computes in this context over all replicas.
 
         Args:
             training: Whether the model trains or is evaluated.
             num_examples: The size of the per-replica batch of each local replica, int scalars, at least 1.
             example_weight: Scalar, the weight of an example: 1, or less if several replicas compute it.
-            everywhere: The size of the global batch, or a function that sums it; None if it is unknown on every worker.
-            sum_divisors: Returns the sum of a divisor over all parts; None for an all-reduce over the replicas.
+            global_size: The size of the global batch, or a function that sums it; None if unknown on every worker.
+            sum_divisors: Sums a divisor over all parts; None for an all-reduce over the replicas.
         """
         added: dict[int, list[Any]] = collections.defaultdict(list)
 
         def counts() -> BatchWeights:
             size, partial_values = num_examples[local_replica_id()], training and self.partial_values
-            return BatchWeights(example_weight, size, everywhere, partial_values, sum_divisors)
+            return BatchWeights(example_weight, size, global_size, partial_values, sum_divisors)
 
         reducing = _Reducing(self._model, self.verdicts.get(training, Verdict()), counts, self._divides)
 
@@ -123,7 +117,7 @@ class LossReduction:
 
     def _kind_of_added(self, training: bool, loss: Any, added: Sequence[Any]) -> str:
         position = next((index for index, other in enumerate(added) if other is loss), None)
-        # The penalty of a weight is not in the list: it has the same value on every replica, as a mean does.
+        # Penalties of weights are not in the list; equal on every replica, they reduce like means.
         if position is None or not self._divides:
             return "mean"
         kinds = self.verdicts[training].added
@@ -144,7 +138,7 @@ class _Reducing:
         self._kinds: dict[int, Kind] = {}  # of the loss that is computed, by replica
 
     def call_loss(self, call: Callable[..., Any], targets: Any, outputs: Any, weights: Any) -> Any:
-        """Compute a loss of `compile`: on the rows of the replica, or on the whole batch."""
+        """Compute a loss of `compile` on the rows of the replica, or on the whole batch."""
         replica = local_replica_id()
         kinds, number = self._verdict.losses, self._positions[replica]
         self._positions[replica] += 1
@@ -152,7 +146,7 @@ class _Reducing:
         if kind != "whole":
             return call(targets, outputs, weights)
         rows = whole_batch.gather_for_loss((targets, outputs, weights), self._counts())
-        with whole_batch.having_all_rows():
+        with whole_batch.holding_all_rows():
             return whole_batch.share_of(call(*rows), self._counts())
 
     def reduce(self, values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
@@ -168,14 +162,14 @@ class _Reducing:
         return reduce_loss(values, weight, mask, reduction, dtype, self._counts())
 
     def calling_own(self, kind: Kind) -> Callable[[Callable[..., Any], dict[str, Any]], tf.Tensor]:
-        """Return what calls an overridden `compute_loss` on the rows of the replica, or on the whole batch."""
+        """Return a function that calls an overridden `compute_loss` on the replica's rows or on the whole batch."""
 
         def call(original: Callable[..., Any], arguments: dict[str, Any]) -> tf.Tensor:
             if kind != "whole":
                 return reduce_kind(kind, original(**arguments), self._counts())
             names = ["y", "y_pred", "sample_weight", *(["x"] if self._verdict.reads_inputs else [])]
             rows = whole_batch.gather_for_loss([arguments.get(name) for name in names], self._counts())
-            with whole_batch.having_all_rows():
+            with whole_batch.holding_all_rows():
                 loss = original(**arguments | dict(zip(names, rows, strict=True)))
             return whole_batch.share_of(loss, self._counts())
 

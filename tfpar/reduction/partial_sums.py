@@ -1,4 +1,4 @@
-"""Sums and weights of losses over parts of a batch, and whether they give the loss of the batch."""
+"""Sums and weights of losses over parts of a batch, and whether they add up to the loss of the batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import tensorflow as tf
 
 from tfpar.reduction.losses import dense_losses, loss_sums
 
-ROUNDING = 1e-6  # of the values of parts, which may cancel in that of the batch
+ROUNDING = 1e-6  # relative to the largest part: parts may cancel
 
 # The sum and weight of a loss, scalars.
 LossSums = tuple[tf.Tensor, tf.Tensor]
 
 
 def sums_of(loss: Any) -> LossSums | None:
-    """Return the sum and weight of a loss over the given examples, scalars; None for a loss without reduction.
+    """Return the scalar sum and weight of a loss; None for a loss without reduction.
 
     Args:
         loss: The arguments of Keras' reduction: values, sample weight, mask, reduction and dtype.
@@ -29,24 +29,24 @@ def sums_of(loss: Any) -> LossSums | None:
 
 
 def add_up(value: float, expected: float, tolerance: float, largest_part: float) -> bool:
-    """Return whether the value of the parts of a batch is that of the batch.
+    """Return whether the parts of a batch add up to its value.
 
     Args:
-        value: That of the parts together.
-        expected: That of the batch.
+        value: The value of the parts together.
+        expected: The value of the batch.
         tolerance: The largest relative difference.
-        largest_part: The largest value of a part; parts may cancel, and their rounding remains.
+        largest_part: The largest value of a part, whose rounding remains if parts cancel.
     """
     return abs(value - expected) <= max(tolerance * max(abs(value), abs(expected), 1e-12), ROUNDING * largest_part)
 
 
-class SumsOfParts:
+class PartialSums:
     """The sums of a loss in `call` for a batch and for its parts, which must add up.
 
-    Those of a similarity over `axis=0` do not: each value of it is one of the whole batch.
+    They do not for a similarity over `axis=0`, whose every value depends on the whole batch.
 
     Args:
-        is_sum: Whether the loss is a sum; else it is divided by its weight.
+        is_sum: Whether the loss is a sum; otherwise it is divided by its weight.
         whole: The sum and weight of the batch.
     """
 
@@ -58,7 +58,7 @@ class SumsOfParts:
         self._parts.append(part)
 
     def add_up(self, tolerance: float) -> bool:
-        """Return whether those of the parts give the loss of the batch; also where no part computes it."""
+        """Return whether the parts give the loss of the batch; True if no part computes it."""
         if not self._parts:
             return True
         total, weight = (float(sum(column)) for column in zip(*self._parts, strict=True))
@@ -70,5 +70,5 @@ class SumsOfParts:
 
 
 def reduces(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> bool:
-    """Return whether Keras reduces a loss to a scalar; the arguments are those of Keras' reduction."""
+    """Return whether Keras reduces a loss to a scalar; takes the arguments of Keras' reduction."""
     return reduction not in (None, "none") and len(values.shape) > 0

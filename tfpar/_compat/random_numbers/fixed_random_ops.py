@@ -1,10 +1,10 @@
-"""Typical numbers in place of random ones, so that a study can compare runs on a batch and on parts of it.
+"""Constants in place of random numbers, so that a study can compare a whole batch with parts of it.
 
     on four examples      dropout keeps every unit, uniform(0, 1) is 0.6 everywhere
-    on two of them        the same numbers, for any order and shape of the draws
+    on two of them        the same numbers, for any order and shape of the random ops
 
-Written for Keras 3.15, whose layers and `keras.random` all draw through one module, `keras.src.backend.random`, and
-TensorFlow 2.21. In a study, traced functions draw as usual.
+Written for Keras 3.15, whose layers and `keras.random` all use the module `keras.src.backend.random`, and TensorFlow
+2.21. In a study, traced functions stay random.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tensorflow.python.ops import random_ops
 
 from tfpar._compat.graphs import tf_function
 
-# Not the middle, where noise would be zero and hide its factor.
+# Not the median, where noise would be zero and hide its factor.
 TYPICAL = 0.6
 
 
 @contextlib.contextmanager
-def typical_draws(note_generator: Callable[[Any], None] = lambda generator: None) -> Iterator[set[str]]:
-    """Return typical numbers from random functions inside this context, if they run eagerly without a fixed seed.
+def fixed(note_generator: Callable[[Any], None] = lambda generator: None) -> Iterator[set[str]]:
+    """Replace random ops in this context with constants, if they run eagerly without a fixed seed.
 
-    The context applies to its thread only: other threads may augment the data of the first steps.
+    It applies to the calling thread only: other threads may augment data.
 
     Args:
-        note_generator: Called with each seed generator that a function is given.
+        note_generator: Called with each seed generator that is passed to a random op.
 
     Returns:
-        The names of the functions that were called, in a set that grows.
+        The names of the random ops called so far.
     """
     names: set[str] = set()
 
@@ -54,19 +54,19 @@ def typical_draws(note_generator: Callable[[Any], None] = lambda generator: None
         for module, functions in _FUNCTIONS:
             for name, typical in functions.items():
                 function = typical and functools.partial(typical, TYPICAL)
-                draw = _patched(module, name, function, note, lambda: threading.get_ident() == thread)
-                stack.enter_context(mock.patch.object(module, name, draw))
+                op = _patched(module, name, function, note, lambda: threading.get_ident() == thread)
+                stack.enter_context(mock.patch.object(module, name, op))
         yield names
 
 
 @contextlib.contextmanager
-def no_draws(note: Callable[[str], None]) -> Iterator[None]:
-    """Return typical numbers from random functions inside this context, in all threads and in traced functions.
+def all_fixed(note: Callable[[str], None]) -> Iterator[None]:
+    """Replace random ops in this context with constants, in all threads and in traced functions.
 
-    A shuffle leaves the order as it is. A seed that a layer takes from its generator for itself stays random.
+    A shuffle keeps the order. Seeds that a layer takes from its generator directly stay random.
 
     Args:
-        note: Takes the name of each layer that would draw; of the model where no layer inside of it does.
+        note: Called with the name of each layer, or the model, that calls a random op.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(tf_function.own_traces(in_all_threads=True))
@@ -74,13 +74,13 @@ def no_draws(note: Callable[[str], None]) -> Iterator[None]:
             for name, typical in functions.items():
                 if name != "next":
                     function = functools.partial(typical or _in_order, TYPICAL)
-                    draw = _patched(module, name, function, lambda *_: note(_drawing_layer()), in_graphs=True)
-                    stack.enter_context(mock.patch.object(module, name, draw))
+                    op = _patched(module, name, function, lambda *_: note(_running_layer()), in_graphs=True)
+                    stack.enter_context(mock.patch.object(module, name, op))
         yield
 
 
-def _drawing_layer() -> str:
-    """Return the name of the innermost layer whose method is running, "the loss" where there is none."""
+def _running_layer() -> str:
+    """Return the name of the innermost running layer, or "the loss" if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         layer = frame.f_locals.get("self")
@@ -91,7 +91,7 @@ def _drawing_layer() -> str:
 
 
 def seed_states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
-    """Return the states of the seed generators that layers hold, in attributes or in lists of them."""
+    """Return the states of the layers' seed generators."""
     return [generator.state for layer in layers for generator in layer._seed_generators]
 
 
@@ -108,18 +108,18 @@ def _patched(
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def draw(*args: Any, **kwargs: Any) -> Any:
+    def random_op(*args: Any, **kwargs: Any) -> Any:
         if not applies():
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        if module is keras_random and isinstance(given.get("seed"), int):
-            return original(*args, **kwargs)  # the same numbers each time: constants
-        note(name, given.get("seed"))
+        arguments = signature.bind(*args, **kwargs).arguments
+        if module is keras_random and isinstance(arguments.get("seed"), int):
+            return original(*args, **kwargs)  # constants already
+        note(name, arguments.get("seed"))
         if typical is None or not (in_graphs or tf.executing_eagerly()):
             return original(*args, **kwargs)
-        return typical(**{name: value for name, value in given.items() if name not in _LEFT_OUT})
+        return typical(**{name: value for name, value in arguments.items() if name not in _LEFT_OUT})
 
-    return draw
+    return random_op
 
 
 def _fill(value: Any, shape: Any, dtype: Any) -> tf.Tensor:
@@ -170,7 +170,7 @@ def _float64(value: Any) -> tf.Tensor:
 
 _LEFT_OUT = ("self", "seed", "name", "noise_shape")
 
-# None for functions that draw as usual: there a study compares other neighbours.
+# None for functions that stay random: a shuffle gives each example other neighbours.
 _FUNCTIONS: list[tuple[Any, dict[str, Callable[..., Any] | None]]] = [
     (
         keras_random,
@@ -197,7 +197,7 @@ _FUNCTIONS: list[tuple[Any, dict[str, Callable[..., Any] | None]]] = [
         },
     ),
     (tf.nn, {"dropout": _dropout}),
-    # The draws of other functions of TensorFlow, such as those of tf.image.
+    # Used by other functions of TensorFlow, such as those of tf.image.
     (
         random_ops,
         {

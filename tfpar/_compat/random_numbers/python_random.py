@@ -1,7 +1,7 @@
-"""Random numbers that layers draw from NumPy and Python, which are constants of a traced step.
+"""Detection of NumPy and Python random numbers in layers, which become constants of a traced step.
 
-    keras.random, tf.random      an operation of the graph: other numbers in every step
-    numpy.random, random         drawn by the Python code of `call`: once for each trace, on every replica
+    keras.random, tf.random      ops of the graph: new numbers in every step
+    numpy.random, random         Python code in `call`: new numbers in every trace, on every replica
 
 Written for NumPy 2 and Keras 3.15.
 """
@@ -28,52 +28,54 @@ _STATE_FUNCTIONS = ("seed", "getstate", "setstate", "get_state", "set_state")
 
 @contextlib.contextmanager
 def noted(layers: Iterable[keras.Layer], place: Callable[[], str]) -> Iterator[list[str]]:
-    """Note the draws from NumPy or Python inside this context, in the thread that enters it.
+    """Record uses of NumPy's and Python's generators in this context, in the calling thread.
 
-    A generator that is made without a seed inside gets one from Python's global generator, so that a study that seeds
-    this one has the same result in every process. NumPy 2 gets the seed of such a generator from `randbits`.
+    Generators created without a seed get one from Python's global generator, so that a study, which seeds that one, has
+    the same result in every process. NumPy 2 takes such seeds from `randbits`.
 
     Args:
-        layers: Layers whose attributes may be generators of NumPy or Python.
-        place: Returns the path of the layer that runs.
+        layers: Layers whose attributes may be generators.
+        place: Returns the path of the running layer.
 
     Yields:
-        The paths of layers that draw; after the context also the names of those whose generators have drawn.
+        The paths of layers that use a global generator; after the context, also the names of layers that have used
+        their own.
     """
-    found: list[str] = []
-    thread, draw_bits = threading.get_ident(), random.getrandbits
+    paths: list[str] = []
+    thread, random_bits = threading.get_ident(), random.getrandbits
 
     def noting(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:  # others may augment the data of the first steps
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:  # other threads may augment data
                 return original(*args, **kwargs)
-            found.append(place())
+            paths.append(place())
             return function(*args, **kwargs)
 
-        return draw
+        return call
 
     generators = _generators(layers)
     before = [_state(generator) for _, generator in generators]
     with contextlib.ExitStack() as stack:
-        # Keras 3.15 draws the seed of a layer that has none from Python's global generator.
+        # Keras 3.15 takes the seeds of layers without one from Python's global generator.
         stack.enter_context(mock.patch.object(seed_generator, "python_random", random.Random(0)))
-        bits = noting(draw_bits, getattr(bit_generator, _BITS))
+        bits = noting(random_bits, getattr(bit_generator, _BITS))
         stack.enter_context(mock.patch.object(bit_generator, _BITS, bits))
         for module in (random, np.random):
             for name, function in _global_functions(module).items():
                 stack.enter_context(mock.patch.object(module, name, noting(function, function)))
-        yield found
-    found += [layer.name for (layer, one), state in zip(generators, before, strict=True) if _state(one) != state]
+        yield paths
+    after = [_state(generator) for _, generator in generators]
+    paths += [layer.name for (layer, _), old, new in zip(generators, before, after, strict=True) if old != new]
 
 
 def refusal(names: Sequence[str], way_out: str, way_of_layers: str = "") -> ValueError:
-    """Return the error for layers and losses that draw from NumPy or Python.
+    """Return the error for layers and losses that use NumPy's or Python's random numbers.
 
     Args:
-        names: The names of the layers or of the model.
-        way_out: How to keep these draws.
-        way_of_layers: What to do with layers that Keras has written, with a comma after it.
+        names: The names of the layers or the model.
+        way_out: How to keep using them.
+        way_of_layers: What to do about layers of Keras, followed by a comma.
     """
     return ValueError(
         "Layers and losses must draw random numbers with keras.random or tf.random, received "
@@ -84,10 +86,13 @@ def refusal(names: Sequence[str], way_out: str, way_of_layers: str = "") -> Valu
 
 
 def _global_functions(module: Any) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a module that draw from its global generator: they are bound methods of it."""
+    """Return the functions of a module that use its global generator: the bound methods of the generator."""
     generator = module.random.__self__
-    functions = {name: function for name, function in vars(module).items() if name not in _STATE_FUNCTIONS}
-    return {name: one for name, one in functions.items() if getattr(one, "__self__", None) is generator}
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if name not in _STATE_FUNCTIONS and getattr(function, "__self__", None) is generator
+    }
 
 
 def _generators(layers: Iterable[keras.Layer]) -> list[tuple[keras.Layer, Any]]:

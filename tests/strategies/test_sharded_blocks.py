@@ -1,4 +1,4 @@
-"""Blocks of layers, of users and of KerasHub, are divided inside, and train as on one device."""
+"""Blocks of layers, of users and of KerasHub, are sharded inside, and train as on one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras import layers, ops
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tests.strategies.test_tensor_parallel import assert_equal, divided, trained
+from tests.strategies.test_tensor_parallel import assert_equal, shard_sizes, trained
 from tfpar._compat.variables import sharded_memory
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -203,7 +203,7 @@ def test_equals_one_device(case: str) -> None:
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
     trainer, *found = trained(build, data(), tfpar.TensorParallel(2))
     assert_equal(found, wanted)
-    assert set(divided(trainer.model)) >= expected
+    assert set(shard_sizes(trainer.model)) >= expected
 
 
 @pytest.mark.extended
@@ -261,6 +261,6 @@ def test_the_guide_states_the_share_of_the_first_device(model: str) -> None:
     pytest.importorskip("keras_hub")
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "tensor_parallel.md").read_text(encoding="utf-8")
     weights = tfpar.Trainer(MEASURED[model], tfpar.TensorParallel(2), seed=0).model.weights
-    first = sum(int(np.prod(sharded_memory.pieces_of(weight)[0].shape)) for weight in weights)
+    first = sum(int(np.prod(sharded_memory.shards_of(weight)[0].shape)) for weight in weights)
     share = 100 * first / sum(int(np.prod(weight.shape)) for weight in weights)
     assert f"| {model} | {share:.0f} % |" in guide

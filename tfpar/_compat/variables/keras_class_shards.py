@@ -1,7 +1,7 @@
-"""Keras' functions of scores of classes, for scores in pieces of the classes, one piece on each device.
+"""Replacements for Keras' backend functions on class scores that are sharded over devices.
 
-All is private. Written for Keras 3.15: `keras.ops`, and the losses and metrics built on it, call the functions of the
-backend through its modules (keras/src/ops/nn.py, keras/src/backend/tensorflow/nn.py).
+Private API of Keras 3.15: `keras.ops`, and the losses and metrics built on it, look up backend functions in their
+modules at each call (keras/src/ops/nn.py, keras/src/backend/tensorflow/nn.py).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ Function = Callable[..., Any]
 
 
 def logits_of(output: tf.Tensor, from_logits: bool, is_sparse: bool) -> tuple[tf.Tensor, bool]:
-    """Return the logits from which Keras 3.15 computes the cross-entropy of an output, and whether they are logits.
+    """Return the tensor from which Keras 3.15 computes the cross-entropy of an output, and whether it holds logits.
 
     Args:
-        output: Logits, or probabilities; those of a softmax activation have the logits as an attribute.
-        from_logits: Whether the user says that they are logits.
-        is_sparse: Whether the labels are classes.
+        output: Logits or probabilities. The output of a softmax activation has its logits as an attribute.
+        from_logits: The argument of the loss.
+        is_sparse: Whether the labels are class indices.
     """
     name = "sparse_categorical_crossentropy" if is_sparse else "categorical_crossentropy"
-    found: tuple[tf.Tensor, bool] = nn._get_logits(output, from_logits, "Softmax", name)
-    return found
+    logits: tuple[tf.Tensor, bool] = nn._get_logits(output, from_logits, "Softmax", name)
+    return logits
 
 
 @contextlib.contextmanager
 def computed_by(
     sparse: Function, dense: Function, argmax: Function, in_top_k: Function, shape: Function
 ) -> Iterator[None]:
-    """Compute functions of Keras' backend by others inside this context.
+    """Replace functions of Keras' backend inside this context.
 
-    Each takes the function of Keras, then what that takes.
+    Each replacement takes the original function and then its arguments.
 
     Args:
-        sparse: Takes (target, output, from_logits, axis), for `sparse_categorical_crossentropy`.
-        dense: Takes the same, for `categorical_crossentropy`.
+        sparse: Takes (target, output, from_logits, axis); replaces `sparse_categorical_crossentropy`.
+        dense: Takes the same; replaces `categorical_crossentropy`.
         argmax: Takes (x, axis, keepdims).
         in_top_k: Takes (targets, predictions, k).
         shape: Takes (x).
