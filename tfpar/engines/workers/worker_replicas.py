@@ -25,7 +25,7 @@ from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.worker import Worker
 from tfpar.layout import Shard
 from tfpar.per_model import PerModel
-from tfpar.reduction import objective
+from tfpar.reduction import objective, own_step
 from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.verdict import Verdict
 from tfpar.study.outputs import BatchDependentLayers
@@ -153,6 +153,11 @@ class WorkerReplicas(Worker, ReplicaEngine):
             raise ValueError(
                 f"sync='average' averages one optimizer's state, and {type(model).__name__} has objectives with "
                 "optimizers of their own. Leave sync out."
+            )
+        if self._averaging is not None and own_step.overrides(model, kind) and kind != "predict":
+            raise ValueError(
+                f"sync='average' averages weights between its own steps, and {type(model).__name__} overrides "
+                f"{own_step.METHODS[kind]}. Leave sync out."
             )
         super().study(model, batch, kind)
         (self._num_rows[model],) = self.job.sum([float(data.num_rows(batch))])
