@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat.graphs import tf_function
+from tfpar._compat.graphs import tf_function, tf_tapes
 from tfpar._compat.models import keras_losses, keras_metrics, keras_model
 from tfpar._compat.optimizers import keras_own_updates
 from tfpar._compat.optimizers.keras_optimizer import one_device_optimizer
@@ -45,6 +45,8 @@ class _Run:
     Attributes:
         updates: The optimizer, the gradients and the variables of each update.
         changes: How each variable of the state changes; None for one without numbers.
+        losses: What gradients were computed of, in the order of the step.
+        gathers: Whether the step takes rows of the whole batch.
         logs: The values of log entries that are no results of metrics.
         results: The metric of each other log entry.
         outputs: What a predict step returns.
@@ -52,6 +54,8 @@ class _Run:
 
     updates: list[tuple[Any, list[Any], list[Any]]] = dataclasses.field(default_factory=list)
     changes: list[np.ndarray | None] = dataclasses.field(default_factory=list)
+    losses: list[np.ndarray] = dataclasses.field(default_factory=list)
+    gathers: bool = False
     logs: dict[str, tf.Tensor] = dataclasses.field(default_factory=dict)
     results: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
     outputs: Any = None
@@ -145,6 +149,7 @@ def _whole_and_parts(
 
     with recording.recording(sum(SIZES)), keras_losses.masked_losses(masked):
         whole = _run(model, kind, rows, state=state, values=values)
+    whole.gathers = recording.gathered
     gradients = [gradients for _, gradients, _ in whole.updates]
     parts = []
     for part in parts_of(rows):
@@ -197,6 +202,7 @@ def _run(
         results = stack.enter_context(metric_logs.results_noted(model))
         for context in (
             keras_own_updates.updates_through(update),
+            tf_tapes.losses_noted(lambda loss: run.losses.append(loss.numpy())),
             keras_losses.local_losses(),
             moving_statistics(training=kind == "train"),
             tf_function.own_traces(),
@@ -247,7 +253,13 @@ class _Compared:
             )
 
     def updates(self) -> list[list[relation.Relations | None]]:
-        """Return the relations of each gradient of each update; None for no gradient."""
+        """Return the relations of each gradient of each update; None for no gradient.
+
+        The gradients of gathered rows are sums over the losses of all parts, which no part has alone. So where a step
+        gathers, the losses are compared.
+        """
+        if self._whole.gathers:
+            return self._of_gathered()
         found = []
         for number, (_, gradients, variables) in enumerate(self._whole.updates):
             parts = [part.updates[number][1] for part in self._parts]
@@ -255,6 +267,16 @@ class _Compared:
             columns = zip(variables, gradients, *parts, strict=True)
             found.append([self._gradient(number, variable, *values) for variable, *values in columns])
         return found
+
+    def _of_gathered(self) -> list[list[relation.Relations | None]]:
+        for number, whole in enumerate(self._whole.losses):
+            parts = [part.losses[number] for part in self._parts]
+            if "mean" not in relation.relations(whole, parts, SIZES):
+                self._refuse("a loss of gathered rows", whole, parts, "Take the mean over the examples. " + _WAYS_OUT)
+        mean: relation.Relations = frozenset({"mean"})
+        return [
+            [None if gradient is None else mean for gradient in gradients] for _, gradients, _ in self._whole.updates
+        ]
 
     def _gradient(self, number: int, variable: Any, whole: Any, *parts: Any) -> relation.Relations | None:
         if whole is None:

@@ -21,7 +21,7 @@ from tfpar.reduction.gradients import indexed_slices
 from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.verdict import Verdict
-from tfpar.reduction.whole_batch import AllGather, ReplicaRows, has_all_rows, using_rows, weight_of_scalar
+from tfpar.reduction.whole_batch import AllGather, ReplicaRows, RowsForMeans, has_all_rows, using_rows, weight_of_scalar
 from tfpar.study.gathered_calls import with_whole_batch
 from tfpar.study.mixing_layers import MixingLayer
 
@@ -172,10 +172,12 @@ class ReplicaRuns:
         def on_own_batch(batches: Sequence[Any]) -> Any:
             replica = local_replica_id()
             counted_here = _count_on_host(num_counted, replica)
-            _, fraction = _size_and_fraction(counted_here, num_examples)
-            return on_replica(batches[replica], counted_here, fraction, example_weight)
+            _, fractions[replica] = _size_and_fraction(counted_here, num_examples)
+            return on_replica(batches[replica], counted_here, fractions[replica], example_weight)
 
-        rows = self._rows(num_counted, example_weight, num_examples)
+        fractions: dict[int, tf.Tensor] = {}
+        settings = (num_counted, example_weight, self._num_replicas, num_examples, self._all_gather)
+        rows = RowsForMeans(*settings, fraction=lambda: fractions[local_replica_id()])
         with self._separate_randomness(), keras_losses.local_losses(), using_rows(rows):
             return self._on_replicas(model, on_own_batch, batches)
 
