@@ -448,11 +448,11 @@ class Sequences(keras.Model):
 
 
 def compiled(kind: Callable[[], keras.Model], *arguments: Any, **settings: Any) -> Callable[[], keras.Model]:
-    """Return a function that makes a model and compiles it; functions among the arguments make an optimizer each."""
+    """Return a function that makes a model and compiles it; functions among the arguments return them."""
 
     def build() -> keras.Model:
         model = kind()
-        of_model = {name: value() if name == "optimizer" else value for name, value in settings.items()}
+        of_model = {name: value() if callable(value) else value for name, value in settings.items()}
         model.compile(*(each() for each in arguments), **of_model)
         return model
 
@@ -516,7 +516,7 @@ CASES: dict[str, Case] = {
         compiled(
             Sequences,
             optimizer=adam(),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         ),
         tokens,
     ),
