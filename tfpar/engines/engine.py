@@ -54,6 +54,8 @@ class Engine(abc.ABC):
         steps_multiple: Calls of the inner loop have a multiple of this number of steps.
         seconds_per_call: Target duration of a call of the inner loop.
         chooses_xla: Whether `jit_compile="auto"` may choose XLA.
+        runs_own_steps: Whether it runs a model's own `train_step`, `test_step` and `predict_step`.
+        averages_own_steps: Whether it averages the results of replicas that run an own step, without a study.
         divides_state: Whether each worker holds only a shard of the optimizer state (see `whole_state`).
         cuts_model: Whether the model is cut into stages, each with its own forward and backward pass.
         step_again: `(model, kind, element)` repeats a failed step to find its error; None where TensorFlow reports it.
@@ -67,6 +69,7 @@ class Engine(abc.ABC):
     chooses_xla: bool = False
     # Whether it runs a model's own train_step, test_step and predict_step.
     runs_own_steps: bool = False
+    averages_own_steps: bool = False
     # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
     divides_state: bool = False
     cuts_model: bool = False

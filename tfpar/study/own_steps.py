@@ -120,6 +120,28 @@ def study_step(model: keras.Model, kind: str, batch: Any) -> PartsOfStep:
     )
 
 
+def averaged_step(model: keras.Model, kind: str, batch: Any) -> PartsOfStep:
+    """Take the mean of all that a model's own step computes on replicas, whatever it is on the whole batch.
+
+    Args:
+        model: As for `study_step`.
+        kind: As for `study_step`.
+        batch: As for `study_step`.
+    """
+    state = keras_variables.state(model)
+    run = _run(model, kind, few_rows(batch), state=state)
+    updated = [variable for _, _, variables in run.updates for variable in variables]
+    slots = [slot for optimizer in keras_variables.optimizers(model) for slot in optimizer.variables]
+    counted = [variable for metric in metric_logs.all_metrics(model) for variable in metric.variables]
+    others = set(map(id, [*updated, *slots, *counted]))
+    averaged = [
+        number
+        for number, (variable, change) in enumerate(zip(state, run.changes, strict=True))
+        if id(variable) not in others and change is not None and change.dtype.kind == "f" and change.any()
+    ]
+    return PartsOfStep((), tuple((number, "mean") for number in averaged), tuple((name, "mean") for name in run.logs))
+
+
 def _variations(model: keras.Model, state: Sequence[Any]) -> Iterator[dict[int, tf.Tensor]]:
     """Yield values of variables: the present ones, and other weights, at which fewer losses look like means."""
     yield {}

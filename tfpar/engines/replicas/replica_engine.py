@@ -48,7 +48,7 @@ from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import AllGather
 from tfpar.study.outputs import BatchDependentLayers, Words
-from tfpar.study.own_steps import study_step
+from tfpar.study.own_steps import averaged_step, study_step
 from tfpar.study.report import gathering
 from tfpar.study.study import Abilities, study
 
@@ -179,8 +179,9 @@ class ReplicaEngine(ShardsState):
     def _study_own_step(self, model: keras.Model, batch: Any, kind: str) -> None:
         parts = PartsOfStep()
         if self.num_replicas > 1:
+            study_it = averaged_step if self.averages_own_steps else study_step
             with self.job.vote():
-                parts = study_step(model, kind, batch)
+                parts = study_it(model, kind, batch)
             parts = PartsOfStep.of_json(self.job.agree(parts.to_json()))
         self._own_steps.setdefault(model, {})[kind] = parts
 

@@ -46,6 +46,7 @@ class Settings(NamedTuple):
     average_optimizer: bool = True
     batch_dependent_layers: BatchDependentLayers = "refuse"
     shard: Shard | None = None
+    own_steps: Literal["exact", "average"] = "exact"
 
 
 class WorkerReplicas(Worker, ReplicaEngine):
@@ -71,6 +72,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         pack_bytes = settings.pack_bytes
         super().__init__(strategy, pack_bytes, settings.batch_dependent_layers)
         self._compression, self.steps_multiple = settings.compression, settings.every
+        self.averages_own_steps = settings.own_steps == "average"
         averages = settings.sync == "average"
         self._averaging = LocalSGD(settings.every, settings.average_optimizer) if averages else None
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
