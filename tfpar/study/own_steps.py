@@ -265,6 +265,7 @@ class _Compared:
 
     def __init__(self, model: keras.Model, kind: str, state: Sequence[Any], whole: _Run, parts: Sequence[_Run]) -> None:
         self._model, self._kind, self._state, self._whole, self._parts = model, kind, state, whole, parts
+        self._in_half = keras_model.computes_in_half(model)
         self._largest = 0.0  # of the gradients of an update
         self._name = f"{type(model).__name__}.{METHODS[kind]}"
         if any(len(part.updates) != len(whole.updates) for part in parts):
@@ -293,7 +294,7 @@ class _Compared:
     def _of_gathered(self) -> list[list[relation.Relations | None]]:
         for number, whole in enumerate(self._whole.losses):
             parts = [part.losses[number] for part in self._parts]
-            if "mean" not in relation.relations(whole, parts, SIZES):
+            if "mean" not in self._relations(whole, parts):
                 self._refuse("a loss of gathered rows", whole, parts, "Take the mean over the examples. " + _WAYS_OUT)
         mean: relation.Relations = frozenset({"mean"})
         return [
@@ -306,7 +307,7 @@ class _Compared:
         values = [np.zeros(whole.shape) if part is None else part.numpy() for part in parts]
         if _largest([whole, *parts]) <= 1e3 * np.finfo(whole.dtype.as_numpy_dtype).eps * self._largest:
             return relation.ANY  # a sum that cancels, of which rounding remains
-        relations = relation.relations(whole.numpy(), values, SIZES) & {"mean", "sum"}
+        relations = self._relations(whole.numpy(), values) & {"mean", "sum"}
         if not relations:
             count = f" of update {number + 1}" if len(self._whole.updates) > 1 else ""
             self._refuse(f"the gradient of {variable.path!r}{count}", whole.numpy(), values)
@@ -321,7 +322,7 @@ class _Compared:
             if whole is None:
                 found.append(relation.ANY)
                 continue
-            relations = relation.relations(whole, parts, SIZES) & {"equal", "mean", "sum"}
+            relations = self._relations(whole, parts) & {"equal", "mean", "sum"}
             if not relations:
                 self._refuse(f"the change of {variable.path!r}", whole, parts)
             found.append(relations)
@@ -334,11 +335,20 @@ class _Compared:
             if any(name not in part.logs for part in self._parts):
                 raise ValueError(f"{self._name} must return the same log entries for every batch: {name!r} is missing.")
             parts = [part.logs[name].numpy() for part in self._parts]
-            found[name] = relation.relations(value.numpy(), parts, SIZES) & {"equal", "mean", "sum"}
+            found[name] = self._relations(value.numpy(), parts) & {"equal", "mean", "sum"}
             if not found[name]:
                 advice = "Count it in a keras.metrics.Mean, and return its result."
                 self._refuse(f"the log entry {name!r}", value.numpy(), parts, advice)
         return found
+
+    def _relations(self, whole: np.ndarray, parts: Sequence[np.ndarray]) -> relation.Relations:
+        """Return the relations of values, with the precision in which the model computes them."""
+        if self._in_half and whole.dtype.kind == "f":
+            largest = (
+                max((float(np.max(np.abs(values), initial=0.0)) for values in (whole, *parts)), default=0.0) or 1.0
+            )
+            whole, *parts = ((values / largest).astype(np.float16) for values in (whole, *parts))
+        return relation.relations(whole, parts, SIZES)
 
     def _refuse(self, what: str, whole: np.ndarray, parts: Sequence[np.ndarray], advice: str = _WAYS_OUT) -> NoReturn:
         mean = np.average(np.stack(parts), axis=0, weights=SIZES) if _are_alike(whole, parts) else None

@@ -197,7 +197,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
 
     def _sum_gradients(self, model: keras.Model, gradients: ReplicaGradients) -> list[Any]:
         """Sum gradients over all replicas, those of large Dense kernels by their sufficient factors."""
-        if not self._uses_factors:
+        if not (self._uses_factors and gradients.forward):
             return super()._sum_gradients(model, gradients)
         num_rows, num_threads = int(self._num_rows[model]), sufficient_factors.num_threads()
         factors = {
