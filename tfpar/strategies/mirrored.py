@@ -18,6 +18,7 @@ from tfpar.layout import Layout, Shard, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import replicas
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
@@ -44,6 +45,9 @@ class Mirrored(Strategy):
             summed on one device, without NCCL, hierarchical copies or packs. `"weights"`: also shard weights and
             gradients (ZeRO stage 3, FSDP); `all_reduce`, `pack_bytes` and `batch_dependent_layers` must keep their
             defaults. None: replicate everything.
+        own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
+            if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
+            `tf.distribute`; a step that compares examples then gives other weights.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
@@ -64,9 +68,11 @@ class Mirrored(Strategy):
         pack_bytes: int | None = None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        own_steps: OwnSteps = "exact",
     ) -> None:
         check_choice(batch_dependent_layers)
         check_shard(shard)
+        check_own_steps(own_steps)
         names = _resolved(devices)
         if shard == "weights":
             # Imported here: most users of replicas do not need the engine of stages.
@@ -75,6 +81,7 @@ class Mirrored(Strategy):
             check_without_effect("all_reduce", all_reduce, "auto")
             check_without_effect("pack_bytes", pack_bytes, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
+            check_without_effect("own_steps", own_steps, "exact")
             super().__init__(Layout(len(names), shard=shard), BlockEngine(names))
             return
         if pack_bytes is not None and pack_bytes < 1:
@@ -85,7 +92,9 @@ class Mirrored(Strategy):
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         mirrored = tf.distribute.MirroredStrategy(names, operations)
         layout = Layout(len(names), shard=shard if len(names) > 1 else None)
-        super().__init__(layout, MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard))
+        engine = MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard)
+        engine.averages_own_steps = own_steps == "average"
+        super().__init__(layout, engine)
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
@@ -101,7 +110,7 @@ class Mirrored(Strategy):
 
     def describe(self) -> str:
         """Return a one-line description of the replicas and their devices."""
-        return f"Mirrored over {self.layout.describe(self.device_names)}"
+        return f"Mirrored over {self.layout.describe(self.device_names)}{averaged_steps(self.engine)}"
 
 
 class MirroredReplicas(ReplicaEngine):

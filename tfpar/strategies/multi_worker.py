@@ -16,6 +16,7 @@ from tfpar.engines.workers.worker_replicas import Compression, Settings, WorkerR
 from tfpar.layout import Layout, Shard, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 from tfpar.workers import preflight
 
@@ -47,6 +48,9 @@ class MultiWorker(Strategy):
         shard: `"optimizer"`: shard the optimizer state over the replicas of all workers (ZeRO stages 1 and 2).
             `"weights"`: also shard weights and gradients (ZeRO stage 3, FSDP); the first process then runs all steps.
             None: replicate everything.
+        own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
+            if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
+            `tf.distribute`; a step that compares examples then gives other weights.
         form_seconds: Time limit for all workers to connect.
         silence_seconds: Time without a heartbeat after which a worker counts as failed.
 
@@ -73,6 +77,7 @@ class MultiWorker(Strategy):
         average_optimizer: bool = True,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        own_steps: OwnSteps = "exact",
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
@@ -80,6 +85,7 @@ class MultiWorker(Strategy):
         preflight.check_sync(sync, every, average_optimizer, compression, shard)
         check_choice(batch_dependent_layers)
         check_shard(shard)
+        check_own_steps(own_steps)
         if shard == "weights":
             # Imported here: most users of replicas do not need the engine of stages.
             from tfpar.engines.stages.block_engine import BlockEngine, check_without_effect, devices_of_workers
@@ -88,6 +94,7 @@ class MultiWorker(Strategy):
             check_without_effect("pack_bytes", pack_bytes, None)
             check_without_effect("compression", compression, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
+            check_without_effect("own_steps", own_steps, "exact")
             used = devices_of_workers(devices, form_seconds, silence_seconds)
             layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers)
             super().__init__(layout, BlockEngine(used.names, used.watch))
@@ -97,7 +104,7 @@ class MultiWorker(Strategy):
         formed = preflight.form_cluster(job, devices, form_seconds, silence_seconds, name)
         settings = Settings(
             all_reduce, PACK_BYTES if pack_bytes is None else pack_bytes, compression, sync, every, average_optimizer,
-            batch_dependent_layers, shard,
+            batch_dependent_layers, shard, own_steps,
         )  # fmt: skip
         self._set(WorkerReplicas(formed, addresses_of(job), 0 if job is None else job.rank, settings))
 
@@ -120,4 +127,5 @@ class MultiWorker(Strategy):
             return f"{workers}, {self.layout.describe(self.device_names)}"
         sharded = ", optimizer state sharded" * (self.layout.shard is not None)
         names = ", ".join(self.device_names)
-        return f"{workers}, {self.num_replicas} replicas{sharded}; this is worker {self.rank} on {names}"
+        replicas = f"{self.num_replicas} replicas{sharded}{averaged_steps(self.engine)}"
+        return f"{workers}, {replicas}; this is worker {self.rank} on {names}"
