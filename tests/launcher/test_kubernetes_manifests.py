@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support import kubelet
 from tfpar.cluster import tf_config
 from tfpar.launcher import manifests
 
@@ -152,31 +153,17 @@ def test_every_pod_runs_the_same_command(kind: str) -> None:
         assert [word.replace("$$(", "$(") for word in command] == COMMAND
 
 
-def environment(kind: str, job_name: str, num_workers: int, index: int) -> dict[str, str]:
-    """The variables of a pod as a kubelet sets them: in order, with $(NAME) of those before expanded."""
-    fields = {
-        "metadata.labels['jobset.sigs.k8s.io/jobset-name']": job_name,
-        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
-    }
-    (job,) = jobset_spec(kind, num_workers)["replicatedJobs"]
-    variables: dict[str, str] = {}
-    for entry in job["template"]["spec"]["template"]["spec"]["containers"][0]["env"]:
-        source = entry.get("valueFrom", {})
-        value = fields[source["fieldRef"]["fieldPath"]] if "fieldRef" in source else entry.get("value", "")
-        variables[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], name[0]), value)
-    return variables
-
-
 @pytest.mark.parametrize(("kind", "pod"), [("JobSet", "worker"), ("TrainJob", "node")])
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_tf_config_lists_the_pods_by_their_names_and_says_which_one_this_is(
     kind: str, pod: str, num_workers: int
 ) -> None:
     (job,) = jobset_spec(kind, num_workers)["replicatedJobs"]
-    port = job["template"]["spec"]["template"]["spec"]["containers"][0]["ports"][0]["containerPort"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    port = container["ports"][0]["containerPort"]
     for index in range(num_workers):
         # A job of another name, as a second TrainJob with the same TrainingRuntime.
-        config = tf_config.parse(environment(kind, "mine", num_workers, index)["TF_CONFIG"])
+        config = tf_config.parse(kubelet.environment(container, "mine", index)["TF_CONFIG"])
         # JobSet names pods <JobSet>-<replicated job>-<job index>-<completion index>, in the subdomain <JobSet>.
         assert config.addresses == tuple(f"mine-{pod}-0-{rank}.mine:{port}" for rank in range(num_workers))
         assert (config.rank, config.is_chief) == (index, index == 0)
@@ -212,33 +199,7 @@ def test_all_workers_start_and_restart_together_under_stable_names(kind: str) ->
 def test_interruptions_are_not_counted_and_a_wrong_configuration_is_final(
     kind: str, code: int, is_disrupted: bool, action: str
 ) -> None:
-    spec = jobset_spec(kind)
-    (job,) = spec["replicatedJobs"]
-    reason, message = failure(job["template"]["spec"], code, is_disrupted)
-    actions = (
-        rule["action"]
-        for rule in spec["failurePolicy"]["rules"]
-        if reason in rule["onJobFailureReasons"]
-        and any(re.search(pattern, message) for pattern in rule.get("onJobFailureMessagePatterns", [""]))
-    )
-    assert next(actions, "RestartJobSet") == action
-
-
-def failure(job: dict[str, Any], code: int, is_disrupted: bool) -> tuple[str, str]:
-    """The reason and the message with which Kubernetes fails a Job after one of its pods has failed."""
-    (container,) = job["template"]["spec"]["containers"]
-    for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
-        assert rule["action"] == "FailJob"
-        matching = f"matching FailJob rule at index {index}"
-        if code in rule.get("onExitCodes", {}).get("values", []):
-            assert rule["onExitCodes"]["containerName"] == container["name"]
-            return (
-                "PodFailurePolicy",
-                f"Container {container['name']} for pod default/pod failed with exit code {code} {matching}",
-            )
-        if is_disrupted and {"type": "DisruptionTarget", "status": "True"} in rule.get("onPodConditions", []):
-            return "PodFailurePolicy", f"Pod default/pod has condition DisruptionTarget {matching}"
-    return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    assert kubelet.action(jobset_spec(kind), code, is_disrupted) == action
 
 
 @pytest.mark.parametrize("kind", OF_JOBSETS)
@@ -265,7 +226,9 @@ def test_kubeflow_trainer_finds_its_pods_and_the_train_job_its_runtime() -> None
 
 @pytest.mark.parametrize("printer", [manifests.jobset_manifest, manifests.trainjob_manifest])
 def test_more_workers_than_fit_into_tf_config_are_refused(printer: Any) -> None:
-    longest = environment("JobSet", "x" * 45, 1000, 999)["TF_CONFIG"]
+    (job,) = jobset_spec("JobSet", 1000)["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    longest = kubelet.environment(container, "x" * 45, 999)["TF_CONFIG"]
     assert len(f"TF_CONFIG={longest}") < 128 << 10, "Linux' limit"
     with pytest.raises(ValueError, match=r"^num_workers must be at most 1000, received 1001: the TF_CONFIG of more"):
         printer(1001, COMMAND, 4)
