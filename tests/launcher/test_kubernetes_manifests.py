@@ -17,7 +17,7 @@ PRINTERS = {
     "TrainJob": manifests.trainjob_manifest,
     "TFJob": manifests.tfjob_manifest,
 }
-OF_JOBSETS = ["JobSet", "TrainJob"]
+JOBSET_KINDS = ["JobSet", "TrainJob"]
 
 
 def documents(kind: str, num_workers: int = 3, gpus: int = 2) -> dict[str, dict[str, Any]]:
@@ -169,7 +169,7 @@ def test_tf_config_lists_the_pods_by_their_names_and_says_which_one_this_is(
         assert (config.rank, config.is_chief) == (index, index == 0)
 
 
-@pytest.mark.parametrize("kind", OF_JOBSETS)
+@pytest.mark.parametrize("kind", JOBSET_KINDS)
 def test_all_workers_start_and_restart_together_under_stable_names(kind: str) -> None:
     spec = jobset_spec(kind)
     assert spec["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
@@ -195,14 +195,14 @@ def test_all_workers_start_and_restart_together_under_stable_names(kind: str) ->
         (137, False, "RestartJobSet"),
     ],
 )
-@pytest.mark.parametrize("kind", OF_JOBSETS)
+@pytest.mark.parametrize("kind", JOBSET_KINDS)
 def test_interruptions_are_not_counted_and_a_wrong_configuration_is_final(
     kind: str, code: int, is_disrupted: bool, action: str
 ) -> None:
     assert kubelet.action(jobset_spec(kind), code, is_disrupted) == action
 
 
-@pytest.mark.parametrize("kind", OF_JOBSETS)
+@pytest.mark.parametrize("kind", JOBSET_KINDS)
 def test_every_pod_has_the_run_directory_and_shared_memory_for_nccl(kind: str) -> None:
     (pod,) = pods(kind)
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
@@ -215,6 +215,7 @@ def test_every_pod_has_the_run_directory_and_shared_memory_for_nccl(kind: str) -
 def test_kubeflow_trainer_finds_its_pods_and_the_train_job_its_runtime() -> None:
     read = documents("TrainJob")
     runtime, train_job = read["TrainingRuntime"], read["TrainJob"]
+    assert "trainer.kubeflow.org/framework" in runtime["metadata"]["labels"], "the Kubeflow SDK refuses it without"
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 3}
     (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert job["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}

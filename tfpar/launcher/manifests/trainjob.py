@@ -44,6 +44,7 @@ apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
   name: tfpar
+  labels: {{trainer.kubeflow.org/framework: tensorflow}}  # the Kubeflow SDK knows runtimes by this label
 spec:
   mlPolicy:
     numNodes: {num_workers}  # as many as TF_CONFIG lists, so a TrainJob must not set another number
