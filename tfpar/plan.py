@@ -140,7 +140,7 @@ def _write(run: config.Run, plan: Plan, path: str) -> None:
         return
     command = plan_files.write(run, plan, Path(path))
     if not _JSON.value:
-        from tfpar.planning.table import command_lines
+        from tfpar.planning.plan_text import command_lines
 
         print(f"Written:   {received.path(path)}", *command_lines("", command), sep="\n")
 

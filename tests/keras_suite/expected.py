@@ -28,8 +28,9 @@ REPLICAS, STAGES = ("mirrored",), ("pipeline",)
 EXPECTED = [
     Expected(
         "*",
-        r"overrides (train|test|predict)_step, and a strategy does not call it",
-        "A strategy has steps of its own, so that a step that a model overrides would never run.",
+        r"overrides (train|test|predict)_step, which takes it whole",
+        "Stages take a model apart, so that a step of its own cannot run.",
+        STAGES,
     ),
     Expected(
         "*::test_warning_for_mismatched_inputs_structure",

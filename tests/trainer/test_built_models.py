@@ -138,8 +138,6 @@ def test_a_model_with_a_custom_train_step_predicts() -> None:
     model.compile("sgd", "mse")
     inputs = parity_cases.inputs(5)
     np.testing.assert_array_equal(tfpar.predict(model, inputs, verbose=0), model.predict(inputs, verbose=0))
-    with pytest.raises(ValueError, match="Own overrides train_step"):
-        tfpar.fit(model, inputs, inputs[:, :3], verbose=0)
 
 
 def test_fit_on_one_of_several_devices_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from keras import layers, ops
 
 import tfpar
 from tests.support import small
-from tests.support.objective_cases import GAN, gan, pairs_with_noise, vae
+from tests.support.objective_cases import gan, pairs_with_noise, vae
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -297,19 +297,6 @@ def test_an_optimizer_created_at_every_call_is_refused() -> None:
 def test_a_pipeline_refuses_objectives() -> None:
     with pytest.raises(ValueError, match=r"A pipeline trains with the loss of compile.*GAN has objectives"):
         tfpar.Trainer(gan, tfpar.Pipeline(2, 2))
-
-
-def test_a_step_of_the_users_own_names_objectives_as_the_way_out() -> None:
-    class WithoutObjectives(GAN):
-        objectives = None
-
-    def build() -> keras.Model:
-        model = WithoutObjectives()
-        model.compile()
-        return model
-
-    with pytest.raises(ValueError, match=r"overrides train_step.*tfpar\.Objective"):
-        tfpar.Trainer(build)
 
 
 def test_metrics_that_a_loss_updates_count_every_example_once() -> None:

@@ -182,7 +182,7 @@ def test_a_step_that_compares_examples_is_refused_or_averaged() -> None:
     ],
 )
 def test_stages_and_sharded_weights_refuse_own_steps(make_strategy: Callable[[], tfpar.Strategy]) -> None:
-    with pytest.raises(ValueError, match=r"Siamese overrides train_step, which takes it whole. Use compute_loss,"):
+    with pytest.raises(ValueError, match=r"Siamese overrides train_step, which takes it whole. Use compute_loss or"):
         tfpar.Trainer(CASES["siamese"].build, make_strategy(), seed=0)
 
 

@@ -442,14 +442,16 @@ def test_a_model_that_is_not_compiled_predicts_and_is_refused_by_fit_and_evaluat
     assert np.isfinite(trainer.fit(small.data(), verbose=0).history["loss"]).all()
 
 
-STEPS = [
-    *("train_step", "test_step", "predict_step"),
-    *("make_train_function", "make_test_function", "make_predict_function"),
-]
+KINDS = ("train", "test", "predict")
+OWN_STEPS = {f"{kind}_step": f"Own overrides {kind}_step, which takes it whole" for kind in KINDS}
+FUNCTIONS = {
+    f"make_{kind}_function": f"Own overrides make_{kind}_function, and a strategy makes .* Override {kind}_step"
+    for kind in KINDS
+}
 
 
 @pytest.mark.parametrize("of_object", [False, True], ids=["class", "object"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*OWN_STEPS, *FUNCTIONS])
 def test_a_model_that_overrides_a_step_is_refused(step: str, of_object: bool) -> None:
     kind = type("Own", (keras.Sequential,), {} if of_object else {step: lambda self, data: None})
 
@@ -460,8 +462,9 @@ def test_a_model_that_overrides_a_step_is_refused(step: str, of_object: bool) ->
             setattr(model, step, lambda data: None)
         return model
 
-    with pytest.raises(ValueError, match=f"Own overrides {step}, and a strategy does not call it"):
-        tfpar.Trainer(build)
+    strategy = tfpar.Pipeline(2, 4) if step in OWN_STEPS else tfpar.SingleDevice()
+    with pytest.raises(ValueError, match={**OWN_STEPS, **FUNCTIONS}[step]):
+        tfpar.Trainer(build, strategy)
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate"])

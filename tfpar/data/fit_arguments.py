@@ -88,7 +88,7 @@ def global_batches(batches: Batches) -> tf.data.Dataset:
         batches: The batches. `PythonBatches` run in each pass without the hooks of an epoch; call their `stop` after
             the last pass.
 
-    >>> [batch.shape[0] for (batch,) in global_batches(as_dataset(tf.zeros([5, 2]), batch_size=2))]
+    >>> [batch.shape[0] for batch in global_batches(as_dataset(tf.zeros([5, 2]), batch_size=2))]
     [2, 2, 1]
     """
     if isinstance(batches, Sharded):

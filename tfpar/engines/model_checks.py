@@ -59,7 +59,7 @@ def check_steps(model: keras.Model, method: str, *, runs_own_steps: bool) -> Non
         if not runs_own_steps:
             raise ValueError(
                 f"Stages and shards of weights take a model apart, and {type(model).__name__} overrides {step}, which "
-                "takes it whole. Use compute_loss, add_loss or tfpar.Objective in place of it, or train on Mirrored() "
+                "takes it whole. Use compute_loss or add_loss in place of it, or train on Mirrored() "
                 "or MultiWorker()."
             )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfpar.layout import Layout
-from tfpar.planning import table
+from tfpar.planning import plan_text
 from tfpar.planning.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -151,18 +151,18 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the table as text of 80 columns."""
-        return table.text(self)
+        return plan_text.text(self)
 
     def __repr__(self) -> str:
         """Return the table, for interactive sessions."""
-        return table.text(self)
+        return plan_text.text(self)
 
     def _repr_html_(self) -> str:
-        return table.html(self)
+        return plan_text.html(self)
 
     def to_json(self) -> str:
         """Return the plan as JSON, as in `plan.json` and printed by `--json`."""
-        return table.to_json(self)
+        return plan_text.to_json(self)
 
 
 def ranked(

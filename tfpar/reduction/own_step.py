@@ -70,13 +70,8 @@ def overrides(model: keras.Model, kind: str) -> bool:
 
 
 def call(model: keras.Model, kind: str, batch: Any) -> Any:
-    """Run a model's own step on a batch, `(inputs, targets, sample_weight)` as far as given."""
-    return getattr(model, METHODS[kind])(_as_keras_yields(batch))
-
-
-def _as_keras_yields(batch: Any) -> Any:
-    """Return a batch as Keras gives it to a step: `(x, y, sample_weight)` without absent ones at the end."""
-    return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(batch))
+    """Run a model's own step on a batch, in the structure in which the data yields it."""
+    return getattr(model, METHODS[kind])(batch)
 
 
 def masked_loss(loss: Sequence[Any], sum_weights: Callable[[tf.Tensor], tf.Tensor], share: Any) -> Any:

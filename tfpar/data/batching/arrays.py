@@ -37,7 +37,7 @@ def from_arrays(
         seed: Seed of the order.
 
     Returns:
-        A dataset of `(x,)`, `(x, y)` or `(x, y, sample_weight)`. Lists become tuples.
+        A dataset of `x`, `(x, y)` or `(x, y, sample_weight)`, or of `(x,)` for a list or a tuple. Lists become tuples.
 
     Raises:
         ValueError: If lengths are zero or unequal, `batch_size` is below 1, or there are weights without labels.
@@ -56,7 +56,9 @@ def from_arrays(
     _check_weights(y, sample_weight)
     named = {"x": x, "y": y, "sample_weight": sample_weight}
     with tf.device("CPU:0"):
-        columns = tuple(_columns(name, value) for name, value in named.items() if value is not None)
+        columns: Any = tuple(_columns(name, value) for name, value in named.items() if value is not None)
+    if len(columns) == 1 and not isinstance(x, list | tuple):
+        (columns,) = columns
     num_rows = _common_length(columns)
     batches_per_block = _batches_per_block(columns, num_rows, batch_size)
 

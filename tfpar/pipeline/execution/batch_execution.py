@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfpar._compat.graphs import tf_graph
 from tfpar.pipeline.execution.other_workers import Peers
 from tfpar.pipeline.execution.row_sums import sum_over_replicas, sum_over_workers, to_slices
-from tfpar.pipeline.execution.schedule_executor import Execution
+from tfpar.pipeline.execution.schedule_lowering import Execution
 from tfpar.pipeline.execution.state_changes import new_values, sum_by_variable, sum_changes
 from tfpar.pipeline.execution.step_loss import StepLoss
 from tfpar.pipeline.execution.whole_batch_loss import compute_whole_batch_loss

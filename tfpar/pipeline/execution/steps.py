@@ -16,7 +16,7 @@ from tfpar._compat.variables.sharded_memory import shards_of
 from tfpar.pipeline.execution.batch_execution import StepContext, replica_scope
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.other_workers import BatchSizes, Peers
-from tfpar.pipeline.execution.schedule_executor import Execution
+from tfpar.pipeline.execution.schedule_lowering import Execution
 from tfpar.pipeline.execution.state_changes import new_values, sum_changes
 from tfpar.pipeline.execution.step_compiler import CompiledStep, StepCompiler
 from tfpar.pipeline.execution.step_loss import StepLoss

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar.pipeline.execution.microbatches import HOST, host_of, rows_between
 from tfpar.pipeline.execution.other_workers import Peers
-from tfpar.pipeline.execution.schedule_executor import Execution
+from tfpar.pipeline.execution.schedule_lowering import Execution
 from tfpar.pipeline.execution.step_loss import StepLoss
 from tfpar.pipeline.loss.microbatch_loss import last_stage_batch
 from tfpar.pipeline.stages.bundles import is_copied
