@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfpar
 from tests.loops import test_hooks as hooks
@@ -301,17 +302,22 @@ def save(folder: Path) -> list[np.ndarray]:
     trainer = cases.initial()
     trainer.fit(small.data(), verbose=0)
     trainer.save(on_chiefs_disk(folder) / "model.keras")
+    trainer.export(on_chiefs_disk(folder) / "exported", verbose=False)
+    with pytest.raises(ValueError, match="Unrecognized format=of the chief"):
+        trainer.export(folder / "other", format="of the chief" if workers.rank() == 0 else "of worker 1")
     return trainer.model.get_weights()
 
 
-def test_the_chief_alone_saves_the_model_for_plain_keras(job: workers.Job, tmp_path: Path) -> None:
+def test_the_chief_alone_saves_and_exports_the_model(job: workers.Job, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
     results = job.run(save, folder)
     loaded = keras.models.load_model(folder / "model.keras")
     for weights in results:
         assert_same(weights, loaded.get_weights(), 0.0)
-    assert os.listdir(folder) == ["model.keras"]
+    exported, inputs = tf.saved_model.load(folder / "exported"), parity_cases.inputs(5)
+    assert_same(exported.serve(inputs), loaded.predict(inputs, verbose=0))
+    assert {*os.listdir(folder)} == {"model.keras", "exported"}
 
 
 def save_the_same_files(folder: Path) -> list[str]:
