@@ -86,6 +86,20 @@ def test_a_file_that_is_loaded_in_a_scope_trains_on(name: str, tmp_path: Path) -
     assert_equal_runs(run(model, of_the_model), run(reference, of_the_model))
 
 
+@pytest.mark.parametrize("method", ["load_weights", "set_weights"])
+def test_weights_that_are_set_after_the_scope_are_trained_on(method: str, tmp_path: Path) -> None:
+    reference = built()
+    reference.fit(small.data(), verbose=0)
+    reference.compile(reference.optimizer.__class__(), reference.loss)
+    reference.save_weights(tmp_path / "model.weights.h5")
+    with tfpar.Pipeline(2, 2, devices=TWO).scope():
+        model = built()
+    getattr(model, method)(tmp_path / "model.weights.h5" if method == "load_weights" else reference.get_weights())
+    small.assert_same_state(model.get_weights(), reference.get_weights())
+    model.fit(small.data(), verbose=0)
+    assert not np.array_equal(model.get_weights()[0], reference.get_weights()[0])
+
+
 @pytest.mark.few(1)
 def test_a_trainer_moves_a_model_to_another_strategy_for_good() -> None:
     with STRATEGIES["pipelines"]().scope():
