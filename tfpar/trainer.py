@@ -22,6 +22,7 @@ from tfpar.loops.agreement import equal_workers
 from tfpar.loops.agreement.failure_reports import reported
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate, predict
+from tfpar.loops.experiment_loggers import logged
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
 from tfpar.loops.model_function import ModelOrFunction, check_arguments, make_model
 from tfpar.loops.preparation import Preparation
@@ -190,6 +191,7 @@ class Trainer:
             self.model.compile(*arguments, **settings)
 
     @keyword_arguments.named
+    @logged
     @reported
     def fit(
         self,
