@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documents import DEFAULT, ROOT, files, run_commands
+from tests.support.documents import DEFAULT, ROOT, files, require_imports, run_commands
 from tests.support.extent import sampled
 
 COMMANDS = [command for command in run_commands() if command != DEFAULT]
@@ -33,6 +33,8 @@ def test_the_commands_of_the_documents_end_without_error(command: str, tmp_path:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, text in files().items():
         (tmp_path / name).write_text(text)
+        if f"{Path(name).stem}." in command:
+            require_imports(text.replace("my_trainer", "tfpar"))  # one program imports another
     (tmp_path / "train.py").write_text(USERS_MODEL)
     names = (".venv/bin/python", "python")
     arguments = [sys.executable if part in names else part for part in shlex.split(command)]
