@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 
 import tfpar
+from tests import ROOT
 from tests.support import small
 from tfpar.loops.callback_list import wants_single_batches, writes_files
 
@@ -49,7 +54,7 @@ def autolog(patch: pytest.MonkeyPatch) -> Logged:
 
 @pytest.mark.parametrize("callbacks", [None, (keras.callbacks.History(),), keras.callbacks.History()])
 def test_a_fit_that_mlflow_has_replaced_logs_the_training_of_a_strategy(
-    callbacks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    callbacks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     make = small.STRATEGIES["mirrored"]
     expected = tfpar.Trainer(small.build_model, make(), seed=0).fit(small.data(), epochs=2, verbose=0).history
@@ -130,7 +135,7 @@ def test_loggers_run_on_the_chief_alone_and_after_single_batches_only_if_they_lo
     assert wants_single_batches(callback) is single_batches
 
 
-def test_the_callbacks_of_the_installed_packages_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_the_callbacks_of_the_installed_packages_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
     from wandb.integration.keras import WandbMetricsLogger, WandbModelCheckpoint
 
@@ -143,3 +148,43 @@ def test_the_callbacks_of_the_installed_packages_are_known(monkeypatch: pytest.M
         ]
     assert all(map(writes_files, [*of_epochs, *of_batches]))
     assert [wants_single_batches(callback) for callback in [*of_epochs, *of_batches]] == [False] * 3 + [True] * 2
+
+
+JOB = """
+import tfpar
+strategy = tfpar.MultiWorker()
+import keras, mlflow, numpy as np, wandb
+from wandb.integration.keras import WandbMetricsLogger
+
+def build():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+wandb.init(project="job")
+mlflow.keras.autolog()
+trainer = tfpar.Trainer(build, strategy, seed=0)
+trainer.fit(np.ones((32, 4)), np.ones((32, 1)), epochs=2, verbose=0, callbacks=[WandbMetricsLogger()])
+if strategy.is_chief:
+    (run,) = mlflow.search_runs(output_format="list")
+    (model,) = mlflow.search_logged_models(output_format="list")
+    print(run.info.status, sorted(run.data.metrics), model.source_run_id == run.info.run_id)
+wandb.finish()
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow_start
+def test_a_script_of_a_job_makes_one_run_of_each_tracker(tmp_path: Path) -> None:
+    for package in ("wandb", "mlflow"):
+        pytest.importorskip(package)
+    (tmp_path / "job.py").write_text(JOB)
+    trackers = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    command = [sys.executable, "-m", "tfpar.launch", "--num_workers", "2", "--", "job.py"]
+    environment = {**os.environ, **trackers, "PYTHONPATH": str(ROOT)}
+    completed = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "[0] FINISHED ['loss'] True" in completed.stdout
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
