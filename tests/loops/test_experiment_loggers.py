@@ -162,7 +162,7 @@ def build():
     return model
 
 wandb.init(project="job")
-mlflow.keras.autolog()
+mlflow.autolog()
 trainer = tfpar.Trainer(build, strategy, seed=0)
 trainer.fit(np.ones((32, 4)), np.ones((32, 1)), epochs=2, verbose=0, callbacks=[WandbMetricsLogger()])
 if strategy.is_chief:
