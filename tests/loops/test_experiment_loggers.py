@@ -52,6 +52,7 @@ def autolog(patch: pytest.MonkeyPatch) -> Logged:
     return logged
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("callbacks", [None, (keras.callbacks.History(),), keras.callbacks.History()])
 def test_a_fit_that_mlflow_has_replaced_logs_the_training_of_a_strategy(
     callbacks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

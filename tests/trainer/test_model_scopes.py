@@ -87,6 +87,7 @@ def test_a_file_that_is_loaded_in_a_scope_trains_on(name: str, tmp_path: Path) -
     assert_equal_runs(run(model, of_the_model), run(reference, of_the_model))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["load_weights", "set_weights"])
 def test_weights_that_are_set_after_the_scope_are_trained_on(method: str, tmp_path: Path) -> None:
     reference = built()
