@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpar import data, interruption, strategies
 from tfpar._compat.models import keras_metrics
+from tfpar._compat.variables import keras_weight_placement
 from tfpar.checkpoint import Checkpoints
 from tfpar.engines.preview import Preview
 from tfpar.files import atomic_file
@@ -21,6 +22,7 @@ from tfpar.loops.agreement import equal_workers
 from tfpar.loops.agreement.failure_reports import reported
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate, predict
+from tfpar.loops.experiment_loggers import logged
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
 from tfpar.loops.model_function import ModelOrFunction, check_arguments, make_model
 from tfpar.loops.preparation import Preparation
@@ -189,6 +191,7 @@ class Trainer:
             self.model.compile(*arguments, **settings)
 
     @keyword_arguments.named
+    @logged
     @reported
     def fit(
         self,
@@ -383,3 +386,27 @@ class Trainer:
             if self.strategy.is_chief:
                 with atomic_file.new_by_path(path) as unfinished:
                     self.model.save(unfinished)
+
+    def export(self, path: str | Path, format: str = "tf_saved_model", **settings: Any) -> None:
+        """Export the model for inference, as `keras.Model.export` does, with the weights of one device.
+
+        In a job, every worker must call this method, and the chief writes.
+
+        Args:
+            path: A folder for a SavedModel, else a file.
+            format: A format of `keras.Model.export`, such as "tf_saved_model", "onnx" or "litert".
+            **settings: As for `keras.Model.export`, such as `verbose` and `input_signature`.
+
+        Raises:
+            ImportError: If a package for the format is not installed.
+            ValueError: If the model is not built, or the format is unknown.
+            OSError: If the files cannot be written.
+
+        Example:
+            >>> trainer.export("exported")
+            >>> trainer.export("model.tflite", format="litert")
+        """
+        with self.strategy.job.vote("The export"):
+            if self.strategy.is_chief:
+                with keras_weight_placement.on_default_device(self.model.variables):
+                    self.model.export(path, format=format, **settings)

@@ -70,6 +70,13 @@ def test_the_environment_of_a_worker_keeps_the_users_variables() -> None:
     assert '"index": 1' in environment["TF_CONFIG"]
 
 
+def test_weights_and_biases_makes_the_run_of_the_chief_alone() -> None:
+    addresses, given = ["127.0.0.1:1", "127.0.0.1:2"], {"WANDB_MODE": "offline"}
+    modes = [worker_environment(rank, addresses, 1, "", given)["WANDB_MODE"] for rank in (0, 1)]
+    assert modes == ["offline", "disabled"]
+    assert "WANDB_MODE" not in worker_environment(0, addresses, 1, "", {})
+
+
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (130, 130), (-9, 137), (-15, 143)])
 def test_exit_codes_are_as_shells_report_them(code: int, expected: int) -> None:
     assert job.exit_code(code) == expected

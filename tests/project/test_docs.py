@@ -25,12 +25,15 @@ from tests.support.documents import (
     blocks,
     commands,
     files,
+    require_imports,
     run_commands,
+    sections,
 )
 from tfpar import config
 
 ONE_FILE = "tests/properties/test_parity.py"
 COLLECT = ("--collect-only", "-q")
+OPTIONAL = ROOT / "docs" / "guides" / "bring_along.md"  # sections with packages that are not installed with tfpar
 
 
 def test_ci_runs_the_second_command_within_a_time_limit() -> None:
@@ -103,10 +106,24 @@ def written_as_records(folder: Path, images: Any, labels: Any) -> Callable[[Any]
     return parse
 
 
+def names_of_the_tutorial() -> dict[str, Any]:
+    """Return the model and the data of the tutorial, which the guides use."""
+    import tensorflow as tf
+
+    names: dict[str, Any] = {"tf": tf}
+    exec(adapted(blocks(ROOT / "docs" / "tutorial.md", "python")[0]), names)
+    names["dataset"] = tf.data.Dataset.from_tensor_slices((names["images"], names["labels"])).take(256).batch(30)
+    return names
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "document",
-    [document for document in DOCUMENTS if set(blocks(document, "python")) - set(files().values())],
+    [
+        document
+        for document in DOCUMENTS
+        if document != OPTIONAL and set(blocks(document, "python")) - set(files().values())
+    ],
     ids=lambda document: document.stem,
 )
 def test_the_examples_of_a_document_run(
@@ -116,13 +133,8 @@ def test_the_examples_of_a_document_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import tensorflow as tf
-
-    names: dict[str, object] = {}
-    # The model and the data of the tutorial, as the guides say.
-    exec(adapted(blocks(ROOT / "docs" / "tutorial.md", "python")[0]), names)
-    names["dataset"] = tf.data.Dataset.from_tensor_slices((names["images"], names["labels"])).take(256).batch(30)
-    names |= {"tf": tf, "folder": tmp_path, "parse": written_as_records(tmp_path, names["images"], names["labels"])}
+    names = names_of_the_tutorial()
+    names |= {"folder": tmp_path, "parse": written_as_records(tmp_path, names["images"], names["labels"])}
     monkeypatch.chdir(tmp_path)
     for block in blocks(document, "python"):
         if block not in files().values():  # a separate program, which a command starts
@@ -131,6 +143,30 @@ def test_the_examples_of_a_document_run(
         assert (tmp_path / "model.keras").exists()
     if any("check_parity" in block for block in blocks(document, "python")):
         assert "equal to one device" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("section", sections(OPTIONAL))
+def test_what_people_bring_along_is_used_as_the_guide_shows(
+    section: str, logical_cpus: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    programs = sections(OPTIONAL)[section]
+    require_imports(*programs)
+    names = names_of_the_tutorial()
+    names["trainer"] = names["tfpar"].Trainer(names["build_model"], names["tfpar"].Mirrored(["CPU:0", "CPU:1"]))
+    names["trainer"].fit(names["dataset"], verbose=0)
+    for block in programs:
+        exec(adapted(block), names)
+        if "logged" in block:
+            assert {"loss", "val_accuracy"} <= set(names["run"].data.metrics)
+            outputs = [names[name].predict(names["images"]) for name in ("model", "trainer")]
+            np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-5)
+    if section == "Weights & Biases":
+        assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    if section == "MLflow":
+        own = names["mlflow"].search_runs(output_format="list")[0]
+        assert "accuracy" in own.data.metrics, "the run of the callback"
 
 
 def sides(diff: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.documents import DEFAULT, ROOT, files, run_commands
+from tests.support.documents import DEFAULT, ROOT, files, require_imports, run_commands
 from tests.support.extent import sampled
 
 FOR_CLUSTERS = [command for command in run_commands() if " --print " in command]
@@ -31,6 +31,8 @@ def run_in(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
     (folder / "configs").symlink_to(ROOT / "configs")
     for name, text in files().items():
         (folder / name).write_text(text)
+        if f"{Path(name).stem}." in command:
+            require_imports(text.replace("my_trainer", "tfpar"))  # one program imports another
     (folder / "train.py").write_text(USERS_MODEL)
     names = (".venv/bin/python", "python")
     arguments = [sys.executable if part in names else part for part in shlex.split(command)]

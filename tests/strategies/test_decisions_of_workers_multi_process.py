@@ -15,9 +15,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfpar
 from tests.loops import test_hooks as hooks
+from tests.loops.test_experiment_loggers import autolog
 from tests.properties.test_parity import computing_in
 from tests.support import command, parity_cases, small, workers
 from tests.support import multi_worker_cases as cases
@@ -301,17 +303,40 @@ def save(folder: Path) -> list[np.ndarray]:
     trainer = cases.initial()
     trainer.fit(small.data(), verbose=0)
     trainer.save(on_chiefs_disk(folder) / "model.keras")
+    trainer.export(on_chiefs_disk(folder) / "exported", verbose=False)
+    with pytest.raises(ValueError, match="Unrecognized format=of the chief"):
+        trainer.export(folder / "other", format="of the chief" if workers.rank() == 0 else "of worker 1")
     return trainer.model.get_weights()
 
 
-def test_the_chief_alone_saves_the_model_for_plain_keras(job: workers.Job, tmp_path: Path) -> None:
+def test_the_chief_alone_saves_and_exports_the_model(job: workers.Job, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
     results = job.run(save, folder)
     loaded = keras.models.load_model(folder / "model.keras")
     for weights in results:
         assert_same(weights, loaded.get_weights(), 0.0)
-    assert os.listdir(folder) == ["model.keras"]
+    exported, inputs = tf.saved_model.load(folder / "exported"), parity_cases.inputs(5)
+    assert_same(exported.serve(inputs), loaded.predict(inputs, verbose=0))
+    assert {*os.listdir(folder)} == {"model.keras", "exported"}
+
+
+def fit_logged() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        logged = autolog(patch)
+        strategy = tfpar.MultiWorker(["CPU:0"], shard="optimizer")
+        trainer = tfpar.Trainer(small.build_model, strategy, seed=0)
+        history = trainer.fit(small.data(), verbose=0).history
+        return history, [state for *_, state in logged.fits], logged.epochs
+
+
+def test_a_replaced_fit_logs_on_the_chief_alone_with_the_state_of_all_workers(job: workers.Job) -> None:
+    expected = keras_fit(small.data(), epochs=1)
+    (history, (state,), epochs), (_, *of_others) = job.run(fit_logged)
+    assert_same(history, expected.history)
+    assert_same(state, expected.state[4:])
+    assert epochs == history["loss"]
+    assert of_others == [[], []]
 
 
 def save_the_same_files(folder: Path) -> list[str]:

@@ -172,16 +172,20 @@ def test_predictions_and_logs_of_a_grid_are_those_of_one_device(job: workers.Job
     cases.assert_same(evaluated, trainer.evaluate(small.data(), verbose=0, return_dict=True), 1e-5)
 
 
-def homes_of_sharded_weights() -> Any:
+def homes_of_sharded_weights(folder: Path) -> Any:
     trainer = tfpar.Trainer(wide, tfpar.MultiWorker(["CPU:0"], shard="weights"), seed=0)
     preview = str(trainer.preview(small.data()))
-    return preview, [short_home(variable) for variable in trainer.model.trainable_variables]
+    trainer.export(folder / "exported", verbose=False)
+    outputs = trainer.predict(parity_cases.inputs(5), verbose=0)
+    return preview, [short_home(variable) for variable in trainer.model.trainable_variables], outputs
 
 
-def test_each_worker_holds_some_of_sharded_weights(job: workers.Job) -> None:
-    preview, homes = job.run_on_chief(homes_of_sharded_weights)
+def test_each_worker_holds_some_of_sharded_weights_and_the_export_has_all(job: workers.Job, tmp_path: Path) -> None:
+    preview, homes, outputs = job.run_on_chief(homes_of_sharded_weights, tmp_path)
     assert {*homes} == {"0/CPU:0", "1/CPU:0"}
     assert re.search(r"^worker 1 CPU:0 +\d+", preview, re.MULTILINE)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(exported.serve(parity_cases.inputs(5)), outputs, rtol=1e-4, atol=1e-6)
 
 
 def begin_with_sharded_weights(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -107,3 +108,34 @@ def test_a_model_without_trained_weights_is_named_and_measured_as_with_keras(div
     with pytest.warns(UserWarning, match="does not have any trainable weights") as noted:
         small.assert_trains_as_one_device(frozen, small.data, DIVISIONS[division])
     assert sum("fit updates its metrics" in str(one.message) for one in noted) == 1
+
+
+def served(path: Path, format: str, inputs: np.ndarray) -> np.ndarray:
+    """Return the outputs of an exported model."""
+    if format == "tf_saved_model":
+        exported = tf.saved_model.load(path)
+        return np.asarray(exported.serve(tf.constant(inputs)))
+    if format == "litert":
+        runner = tf.lite.Interpreter(str(path)).get_signature_runner()
+        return next(iter(runner(**dict.fromkeys(runner.get_input_details(), inputs)).values()))
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    return session.run(None, {session.get_inputs()[0].name: inputs})[0]
+
+
+@pytest.mark.few(1)
+@pytest.mark.crossed
+@by_division
+@pytest.mark.parametrize("format", ["tf_saved_model", "litert", "onnx"])
+def test_an_exported_model_has_the_outputs_of_the_trained_one(division: str, format: str, tmp_path: Path) -> None:
+    if format == "onnx":
+        pytest.importorskip("tf2onnx")
+    trainer = tfpar.Trainer(small.build_model, DIVISIONS[division](), seed=0)
+    trainer.fit(small.data(), verbose=0)
+    inputs = parity_cases.inputs(8).astype("float32")
+    state, outputs = small.state(trainer.model), trainer.predict(inputs, verbose=0)
+    path = tmp_path / {"tf_saved_model": "exported", "litert": "model.tflite", "onnx": "model.onnx"}[format]
+    trainer.export(path, format=format, verbose=False)
+    np.testing.assert_allclose(served(path, format, inputs), outputs, rtol=1e-4, atol=1e-6)
+    small.assert_same_state(small.state(trainer.model), state)
+    trainer.fit(small.data(), verbose=0)  # on its devices again
+    assert not np.array_equal(small.state(trainer.model)[0], state[0])

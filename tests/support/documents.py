@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+
+import pytest
 
 from tests import ROOT
 
@@ -24,6 +27,23 @@ LANGUAGES = {"diff", "python", "sh", "toml", "text"}  # the last is for drawings
 
 def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def sections(document: Path) -> dict[str, list[str]]:
+    """The Python blocks of each section of a page that has any, without the programs that commands start."""
+    programs, found = files().values(), {}
+    for text in re.split(r"^## ", document.read_text(), flags=re.MULTILINE)[1:]:
+        of_section = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        found[text.partition("\n")[0]] = [block for block in of_section if block not in programs]
+    return {heading: blocks for heading, blocks in found.items() if blocks}
+
+
+def require_imports(*programs: str) -> None:
+    """Skip the test if a package that a program imports is not installed."""
+    for node in ast.walk(ast.parse("\n".join(programs))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in [node.module] if isinstance(node, ast.ImportFrom) else names:
+            pytest.importorskip(str(name))
 
 
 def commands(*documents: Path) -> list[str]:

@@ -130,6 +130,8 @@ ROWS = [
         "trials compare what metric functions return for parts of a batch",
     ),
     # Layers and models
+    _keras("keras.src.backend.tensorflow.trainer.TensorFlowTrainer", "fit", _TF_TRAINER, "a logged fit calls tfpar's"),
+    _keras("keras.src.utils.traceback_utils", "filter_traceback", "utils/traceback_utils", "it decorates `fit`"),
     _keras(
         "a layer",
         "_metrics _seed_generators _flatten_layers _clear_losses _get_regularization_losses _call_has_training_arg "

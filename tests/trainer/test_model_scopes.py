@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,47 @@ def test_a_file_that_is_loaded_in_a_scope_trains_on(name: str, tmp_path: Path) -
     found, expected = (one.evaluate(small.data(), verbose=0) for one in (model, reference))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert_equal_runs(run(model, of_the_model), run(reference, of_the_model))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", ["load_weights", "set_weights"])
+def test_weights_that_are_set_after_the_scope_are_trained_on(method: str, tmp_path: Path) -> None:
+    reference = built()
+    reference.fit(small.data(), verbose=0)
+    reference.compile(reference.optimizer.__class__(), reference.loss)
+    reference.save_weights(tmp_path / "model.weights.h5")
+    with tfpar.Pipeline(2, 2, devices=TWO).scope():
+        model = built()
+    getattr(model, method)(tmp_path / "model.weights.h5" if method == "load_weights" else reference.get_weights())
+    small.assert_same_state(model.get_weights(), reference.get_weights())
+    model.fit(small.data(), verbose=0)
+    assert not np.array_equal(model.get_weights()[0], reference.get_weights()[0])
+
+
+def searched(folder: Path, scope: Callable[[], Any]) -> tuple[list[float], list[float]]:
+    """Return the scores of a search of KerasTuner, and the results of the best model, as loaded by the tuner."""
+    keras_tuner = pytest.importorskip("keras_tuner")
+
+    def build(hyperparameters: Any) -> keras.Model:
+        with scope():
+            model = small.build_model()
+            model.optimizer.learning_rate = hyperparameters.Choice("rate", [0.01, 0.1, 1.0])
+        return model
+
+    keras.utils.set_random_seed(0)
+    tuner = keras_tuner.GridSearch(build, "val_accuracy", directory=folder, project_name="search")
+    tuner.search(small.data(), epochs=2, validation_data=small.data(), verbose=0)
+    scores = [trial.score for trial in tuner.oracle.get_best_trials(3)]
+    return scores, tuner.get_best_models()[0].evaluate(small.data(), verbose=0)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_keras_tuner_finds_what_it_finds_with_keras(name: str, tmp_path: Path) -> None:
+    expected, results = searched(tmp_path / "keras", contextlib.nullcontext)
+    found, found_results = searched(tmp_path / "tfpar", STRATEGIES[name]().scope)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(found_results, results, rtol=1e-5)
 
 
 @pytest.mark.few(1)

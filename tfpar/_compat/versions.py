@@ -68,6 +68,17 @@ def require_mentioned(function: Callable[..., Any], name: str) -> None:
         raise _missing(f"{name!r} in {function.__module__}.{function.__qualname__}")
 
 
+def closure_cell(function: Callable[..., Any], name: str) -> Any:
+    """Return the cell of a variable in the closure of a Keras or TensorFlow function.
+
+    Raises:
+        RuntimeError: If the function has no such variable.
+    """
+    if name not in function.__code__.co_freevars or function.__closure__ is None:
+        raise _missing(f"{name!r} in the closure of {function.__module__}.{function.__qualname__}")
+    return function.__closure__[function.__code__.co_freevars.index(name)]
+
+
 def _missing(what: str) -> RuntimeError:
     installed = ", ".join(f"{name} {version}" for name, version in _installed().items())
     return RuntimeError(

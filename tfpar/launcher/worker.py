@@ -36,7 +36,7 @@ def worker_environment(
     gpus: GpuDivision | None = None,
     first_rank: int = 0,
 ) -> dict[str, str]:
-    """Return the environment of a worker: TF_CONFIG, job secret, GPUs and thread settings.
+    """Return the environment of a worker: TF_CONFIG, job secret, GPUs, thread settings, no W&B run but the chief's.
 
     Args:
         rank: The rank of the worker.
@@ -56,6 +56,7 @@ def worker_environment(
         "TF_CONFIG": tf_config.to_tf_config(addresses, rank),
         **({job_secret.VARIABLE: secret} if secret and not environment.get(job_secret.VARIABLE) else {}),
         "PYTHONUNBUFFERED": "1",
+        **({"WANDB_MODE": "disabled"} if rank else {}),  # wandb.init(mode=...) takes precedence
         **({} if gpus is None else gpus.variables(rank - first_rank)),
     }
     return {**threads, **environment, **own}

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfpar._compat import keras_callbacks
+from tfpar.loops import experiment_loggers
 
 _WRITERS = (
     keras.callbacks.BackupAndRestore,
@@ -23,8 +24,8 @@ _TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = False) -> bool:
     """Return whether a callback must be called after every batch, so that each call runs a single step.
 
-    The attribute `single_batches` of a callback decides. Without it, Keras' own callbacks need every batch if their
-    frequency is in batches, and others if they override a batch hook.
+    The attribute `single_batches` of a callback decides. Without it, the callbacks of Keras, Weights & Biases and
+    MLflow need every batch if their frequency is in batches, and others if they override a batch hook.
 
     Args:
         callback: Any Keras callback.
@@ -47,20 +48,23 @@ def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = Fal
         return True
     if getattr(keras.callbacks, type(callback).__name__, None) is type(callback):
         return False
+    if experiment_loggers.logs_epochs_only(callback):
+        return False
     return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in hooks)
 
 
 def writes_files(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback writes files, and so runs on the chief only.
+    """Return whether a callback writes files or logs an experiment, and so runs on the chief only.
 
-    The attribute `chief_only` of a callback decides; without it, Keras' callbacks that write files do. Callbacks that
-    control training, such as `EarlyStopping`, run on every worker.
+    The attribute `chief_only` of a callback decides; without it, Keras' callbacks that write files do, and those of
+    Weights & Biases and MLflow. Callbacks that control training, such as `EarlyStopping`, run on every worker.
 
     Example:
         >>> writes_files(keras.callbacks.CSVLogger("log.csv"))
         True
     """
-    return bool(getattr(callback, "chief_only", isinstance(callback, _WRITERS)))
+    writes = isinstance(callback, _WRITERS) or experiment_loggers.is_logger(callback)
+    return bool(getattr(callback, "chief_only", writes))
 
 
 def saves_models(callbacks: Any, divides_state: bool) -> bool:

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat.models import keras_metrics, keras_model
+from tfpar._compat.variables import keras_variables, keras_weight_placement
 from tfpar.files import atomic_file
 from tfpar.loops.agreement import barriers
 from tfpar.loops.step_functions import StepFunctions
@@ -31,6 +32,7 @@ _TRAINER_METHODS = ("fit", "evaluate", "predict")
 _ON_BATCH = {"predict_on_batch": "predict", "test_on_batch": "evaluate", "train_on_batch": "fit"}
 _METHODS = (*_TRAINER_METHODS, *_ON_BATCH)
 _SAVING = ("save", "save_weights")
+_ASSIGNING = ("load_weights", "set_weights")
 
 
 class _Trainer(Protocol):
@@ -123,6 +125,7 @@ def give_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> None:
     }
     if strategy.num_workers > 1 and strategy.engine.home is not None:  # each worker predicts by itself
         methods |= _local_methods(model, strategy)
+    methods |= {name: functools.partial(_with_memory, model, name) for name in _ASSIGNING}
     for name, method in methods.items():
         if not keras_model.overridden(model, name):
             setattr(model, name, method)
@@ -135,6 +138,14 @@ def _with_new_trainer(
     barriers.barrier(strategy.job, _ON_BATCH.get(name, name))
     get_or_make_trainer(model, make_trainer)
     return getattr(model, name)(*arguments, **settings)
+
+
+def _with_memory(model: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
+    """Call Keras' own method that assigns weights, on the host where the strategy has not placed them yet."""
+    for variable in model.variables:
+        if not keras_variables.is_allocated(variable):
+            keras_weight_placement.place(variable, "CPU:0")
+    getattr(type(model), name)(model, *arguments, **settings)
 
 
 def _local_methods(model: keras.Model, strategy: Strategy) -> dict[str, Callable[..., Any]]:

@@ -149,6 +149,24 @@ def place_as(variable: Any, weight: Any) -> None:
         place(variable, weight._value.device)
 
 
+@contextlib.contextmanager
+def on_default_device(variables: Sequence[Any]) -> Iterator[None]:
+    """Let each variable be a `tf.Variable` of TensorFlow's default device inside this context, with the same value.
+
+    A SavedModel cannot hold sharded memory, and the graph of an export names the device of each weight that it reads.
+
+    Args:
+        variables: Keras variables, which nothing may change inside this context.
+    """
+    with tf.init_scope():
+        memories = [
+            (variable, tf.Variable(tf.convert_to_tensor(variable.value), trainable=variable.trainable))
+            for variable in variables
+        ]
+    with sharded_memory.replaced(memories):
+        yield
+
+
 def place_rest(model: keras.Model) -> None:
     """Place the remaining weights on the device of the last placed one: those of layers that only `compute_loss` calls.
 

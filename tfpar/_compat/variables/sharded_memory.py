@@ -77,8 +77,8 @@ class ShardedMemory:
         """Refuse callers that need one `tf.Variable`: Keras' own training, and exports."""
         raise ValueError(
             f"The memory of {self.name!r} is sharded over devices. Keras' own fit, export and a tf.GradientTape of "
-            "your own take it whole. Train with tfpar.fit or tfpar.Trainer; to export, or for gradients of your own, "
-            "load the file that trainer.save writes."
+            "your own take it whole. Train with tfpar.fit or tfpar.Trainer, and export with trainer.export; for "
+            "gradients of your own, load the file that trainer.save writes."
         )
 
     def _export_to_saved_model_graph(self, *_: Any, **__: Any) -> Any:
