@@ -30,7 +30,7 @@ from tfpar.loops.step_calls import limited_epochs, limited_steps
 from tfpar.messages import keyword_arguments
 from tfpar.messages.reasons import message_of
 from tfpar.strategies import Strategy
-from tfpar.study.report import Study, rows_of
+from tfpar.study.report import Study, own_step_rows, rows_of
 
 Verbose = int | str
 Callbacks: TypeAlias = keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None
@@ -158,6 +158,9 @@ class Trainer:
             self.build(x, y, batch_size)
         except ValueError as error:
             return Study(title, refusal=message_of(error))
+        parts = self.strategy.engine.own_step(self.model)
+        if parts is not None:
+            return Study(title, tuple(own_step_rows(self.model, parts)))
         verdict = self.strategy.engine.verdict(self.model)
         if verdict is None:
             return Study(title, (("everything", "one device", "computes the whole batch"),))

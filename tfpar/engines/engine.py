@@ -24,6 +24,7 @@ from tfpar.engines.steps.multi_step import SECONDS_PER_CALL
 from tfpar.job import Job
 from tfpar.placement.owners import num_bytes
 from tfpar.reduction import metric_logs
+from tfpar.reduction.own_step import PartsOfStep
 from tfpar.reduction.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Engine(abc.ABC):
             ReplicaRow(
                 device=name,
                 num_examples=-(-int(data.num_rows(batch)) // num_local_replicas),
-                num_parameters=model.count_params(),
+                num_parameters=sum(weight.value.shape.num_elements() for weight in model.weights),
                 state_bytes=weight_bytes + sum(map(num_bytes, self._slots_on(model, number))),
                 gradient_bytes=gradient_bytes,
             )
@@ -205,6 +206,14 @@ class Engine(abc.ABC):
 
     def verdict(self, model: keras.Model) -> Verdict | None:
         """Return the verdict of the study for train steps; None if one device computes the whole batch."""
+        return None
+
+    def own_step(self, model: keras.Model) -> PartsOfStep | None:
+        """Return what the study of a model's own train step found; None without one, or on one device.
+
+        Args:
+            model: A model after `study`.
+        """
         return None
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:

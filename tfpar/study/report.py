@@ -8,6 +8,9 @@ import textwrap
 import keras
 
 from tfpar._compat.models import keras_losses, keras_metrics
+from tfpar._compat.variables import keras_variables
+from tfpar.reduction import metric_logs
+from tfpar.reduction.own_step import PartsOfStep
 from tfpar.reduction.verdict import Kind, Verdict
 
 _COLUMNS = 78
@@ -71,6 +74,25 @@ def rows_of(model: keras.Model, verdict: Verdict) -> list[tuple[str, str, str]]:
         cells = _KINDS["whole"] if is_whole else ("states of parts add up", "counted in parts")
         rows.append((f"metric {metric.name}", *cells))
     return rows
+
+
+def own_step_rows(model: keras.Model, parts: PartsOfStep) -> list[tuple[str, str, str]]:
+    """Return the table of a train step of the model's own that replicas can run."""
+    state = keras_variables.state(model)
+    counted = {id(variable) for metric in metric_logs.all_metrics(model) for variable in metric.variables}
+    relations = [
+        (f"update {number}: gradients", relation)
+        for number, gradients in enumerate(parts.updates, 1)
+        for relation in sorted({relation for relation in gradients if relation is not None})
+    ]
+    relations += [
+        (f"state {state[number].path}", relation)
+        for number, relation in parts.states
+        if id(state[number]) not in counted
+    ]
+    relations += [(f"log {name}", relation) for name, relation in parts.logs]
+    rows = [(name, *_KINDS["sum" if relation == "sum" else "mean"]) for name, relation in relations]
+    return [*rows, ("metrics, other states", "as in each part", "as on one device")]
 
 
 def gathering(model: keras.Model, verdict: Verdict, who: str, cost: str) -> str:

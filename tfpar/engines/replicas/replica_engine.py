@@ -176,6 +176,10 @@ class ReplicaEngine(ShardsState):
         if kind != "predict" and self.job.is_chief and (line := gathering(model, agreed, "each replica", cost)):
             user_warnings.warn(line)
 
+    def own_step(self, model: keras.Model) -> PartsOfStep | None:
+        """Return what the study of a model's own train step found."""
+        return (self._own_steps.get(model) or {}).get("train")
+
     def _study_own_step(self, model: keras.Model, batch: Any, kind: str) -> None:
         parts = PartsOfStep()
         if self.num_replicas > 1:
