@@ -15,6 +15,7 @@ from tfpar.engines import model_checks
 from tfpar.engines.steps.multi_step import StepLoop
 from tfpar.full_precision import full_precision
 from tfpar.loops.agreement import equal_workers
+from tfpar.loops.agreement.chief_logs import share_logs
 from tfpar.loops.agreement.deferred_errors import DeferringCallbacks
 from tfpar.loops.callback_list import callback_list, saves_models
 from tfpar.loops.epoch_iterator import EpochIterator
@@ -223,6 +224,8 @@ class Preparation:
         with self._strategy.job.vote("A callback"):
             saves = saves_models(callbacks, self._engine.divides_state)
             worker_callbacks = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
+        if add_history:
+            share_logs(worker_callbacks, self._strategy.job)
         return DeferringCallbacks(worker_callbacks, self._strategy, self._model if saves else None, self._read_order)
 
     def validation(
