@@ -183,7 +183,8 @@ class Preparation:
             if kind != "predict":
                 model_checks.check_targets(self._model, targets)
         # Workers with different shapes would create different variables and deadlock.
-        self._strategy.job.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
+        spec = distributed.dataset.element_spec if distributed.spec is None else distributed.spec
+        self._strategy.job.require_equal({"the shapes of the data": _shapes(spec)})
         self._engine.move_model(self._model)  # the user may have compiled it again outside of the scope
         with self._strategy.job.vote(), self._engine.creation_scope():
             self._place(batch, kind)
