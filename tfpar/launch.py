@@ -55,7 +55,12 @@ _HOST = flags.DEFINE(Integer(), "host", None, "Number of this host in --hosts, f
 _PORT = flags.DEFINE(
     Integer(), "port", None, f"With --hosts, port of the first worker of each host; by default {hosts.FIRST_PORT}."
 )
-_PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
+_PRINT = flags.DEFINE_string(
+    "print",
+    None,
+    "Start nothing; print a batch script (slurm), or a Kubernetes manifest: jobset, trainjob (Kubeflow Trainer v2), or "
+    "tfjob (Training Operator v1, legacy).",
+)
 
 MAX_LOCAL_WORKERS = 1024  # each is a process with ports, threads and some hundred megabytes
 MAX_CORES = 8192  # of one machine, Linux' limit
@@ -191,7 +196,12 @@ def _gpus_per_worker() -> int | None:
 def _submission(
     kind: str, num_workers: int, command: Sequence[str], cores_per_worker: int, gpus_per_worker: int
 ) -> str:
-    printers = {"slurm": manifests.slurm_script, "tfjob": manifests.tfjob_manifest}
+    printers = {
+        "slurm": manifests.slurm_script,
+        "jobset": manifests.jobset_manifest,
+        "trainjob": manifests.trainjob_manifest,
+        "tfjob": manifests.tfjob_manifest,
+    }
     if kind not in printers:
         raise ValueError(f"--print must be one of {', '.join(printers)}, received {quoted(kind)}.")
     return printers[kind](num_workers, command, cores_per_worker, gpus_per_worker)

@@ -72,7 +72,7 @@ def test_a_gpu_that_tensorflow_does_not_see_is_explained(outcome: Outcome, reaso
     ("available", "problem", "number", "way_out"),
     [
         (NO_GPUS, "its process ended by SIGILL after 1 s", 0, "python -c 'import tensorflow'"),
-        (ONE_GPU, "it hung: no answer within 60 s", 1, "each GPU is started by itself"),
+        (ONE_GPU, "it hung: no answer within 60 s", 1, "Each GPU is started alone"),
     ],
 )
 def test_a_tensorflow_that_does_not_start_is_wrong(

@@ -152,7 +152,10 @@ GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"
         (["--num_workers", "2", "--hosts", "a,b", "--print", "slurm"], "--print starts none. Leave one out"),
         (["--num_workers", "2", "--host", "1"], "which is not set"),
         (["--num_workers", "2", "--hosts", "a,b,c"], "no multiple of the 3 hosts"),
-        (["--num_workers", "2", "--print", "pbs"], "--print must be one of slurm, tfjob, received 'pbs'."),
+        (
+            ["--num_workers", "2", "--print", "pbs"],
+            "--print must be one of slurm, jobset, trainjob, tfjob, received 'pbs'.",
+        ),
     ],
 )
 def test_a_wrong_flag_is_refused(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +173,15 @@ def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "error: TF_CONFIG must not be set: this process belongs to a job already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "sign"), [("slurm", "#SBATCH --ntasks=3"), ("tfjob", "kind: TFJob")])
+@pytest.mark.parametrize(
+    ("kind", "sign"),
+    [
+        ("slurm", "#SBATCH --ntasks=3"),
+        ("jobset", "kind: JobSet"),
+        ("trainjob", "kind: TrainJob"),
+        ("tfjob", "kind: TFJob"),
+    ],
+)
 def test_the_script_or_manifest_for_a_cluster_is_printed(
     kind: str, sign: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

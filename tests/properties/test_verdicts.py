@@ -124,5 +124,5 @@ def assert_equal(results: Results, expected: Results, dtype: str) -> None:
         is_number = np.isfinite(expected[key])
         np.testing.assert_array_equal(np.isfinite(result), is_number, key)
         # The gradient of some biases is zero but for rounding, as of those of the keys of attention.
-        difference = relative_difference(result[is_number], expected[key][is_number], least=1e-3)
+        difference = relative_difference(result[is_number], expected[key][is_number], min_scale=1e-3)
         assert difference <= TOLERANCES[dtype], f"{key} differs by {difference:.2g} from one device"

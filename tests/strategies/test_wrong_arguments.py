@@ -80,6 +80,11 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"sync": "average", "batch_shares": [3, 1]},
         "whatever the size of its per-replica batch, received batch_shares=[3, 1]",
     ),
+    (
+        tfpar.Mirrored,
+        {"devices": TWO, "own_steps": "average", "batch_shares": [3, 1]},
+        'own_steps="average" gives every replica the same weight',
+    ),
     (tfpar.MultiWorker, {"devices": TWO, "batch_shares": [1, 2, 3]}, "each of 2 devices, received [1, 2, 3]. Leave it"),
     (tfpar.MultiWorker, {"all_reduce": "tree"}, "all_reduce must be 'auto', 'ring' or 'nccl', received 'tree'"),
     (tfpar.MultiWorker, {"all_reduce": "nccl"}, "all_reduce='nccl' needs GPUs"),

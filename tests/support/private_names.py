@@ -117,7 +117,7 @@ ROWS = [
     ),
     _keras(
         "keras.src.trainers.compile_utils",
-        "CompileLoss",
+        "CompileMetrics CompileLoss",
         "trainers/compile_utils",
         "the losses of compile, apart from loss objects that these or metrics call",
     ),

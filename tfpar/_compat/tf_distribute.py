@@ -6,12 +6,13 @@ import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable as KerasVariable
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
@@ -184,6 +185,34 @@ def local_memory(variable: keras.Variable) -> tf.Variable | None:
     if isinstance(memory, DistributedVariable):
         memory = memory._distribute_strategy.experimental_local_results(memory)[0]
     return memory if isinstance(memory, tf.Variable) else None
+
+
+def first_memory(variable: keras.Variable) -> tf.Variable:
+    """Return the memory of a variable on the first local replica, also where each replica holds a part."""
+    memory = variable._value
+    if isinstance(memory, DistributedVariable):
+        memory = memory._distribute_strategy.experimental_local_results(memory)[0]
+    return memory
+
+
+@contextlib.contextmanager
+def assigning_own_copies() -> Iterator[None]:
+    """Let replicas assign Keras variables inside this context to their own copies, whatever the aggregation is.
+
+    TensorFlow 2.21 else averages, adds or broadcasts the values of the replicas, or waits for the other ones.
+    """
+    original = KerasVariable._direct_assign
+
+    def assign(variable: Any, value: Any) -> None:
+        memory, replica = variable._value, tf.distribute.get_replica_context()
+        if isinstance(memory, DistributedVariable) and replica is not None:
+            copies = memory._distribute_strategy.experimental_local_results(memory)
+            copies[local_replica_id()].assign(tf.cast(value, memory.dtype))
+            return
+        original(variable, value)
+
+    with mock.patch.object(KerasVariable, "_direct_assign", assign):
+        yield
 
 
 def own_task() -> str:

@@ -51,6 +51,13 @@ _BatchDependentLayers = Annotated[
     Literal["refuse", "gather"],
     Field(description="Layers that mix the examples of a batch: refuse them, or gather the batch for them."),
 ]
+_OwnSteps = Annotated[
+    Literal["exact", "average"],
+    Field(
+        description="A model's own train_step on replicas: with the results of one device, or averaged as under "
+        "tf.distribute."
+    ),
+]
 _Shard = Annotated[
     OrNone[Literal["optimizer"]],
     Field(
@@ -81,7 +88,7 @@ _SilenceSeconds = Annotated[
 ]
 
 # Every strategy trains the weights of one device, so a run may resume with another one; only these settings differ.
-_CHANGE_WEIGHTS = ("compression", "sync", "every", "average_optimizer", "allow_batch_dependent_layers")
+_CHANGE_WEIGHTS = ("compression", "sync", "every", "average_optimizer", "allow_batch_dependent_layers", "own_steps")
 
 
 def _mark(schema: dict[str, Any]) -> None:
@@ -139,6 +146,7 @@ class Mirrored(_StrategySection):
     batch_dependent_layers: _BatchDependentLayers = "refuse"
     shard: _ShardOfReplicas = None
     batch_shares: _BatchShares = None
+    own_steps: _OwnSteps = "exact"
 
 
 class MultiWorker(_StrategySection):
@@ -166,6 +174,7 @@ class MultiWorker(_StrategySection):
     batch_dependent_layers: _BatchDependentLayers = "refuse"
     shard: _ShardOfReplicas = None
     batch_shares: _BatchShares = None
+    own_steps: _OwnSteps = "exact"
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
 

@@ -54,6 +54,8 @@ class Engine(abc.ABC):
         steps_multiple: Calls of the inner loop have a multiple of this number of steps.
         seconds_per_call: Target duration of a call of the inner loop.
         chooses_xla: Whether `jit_compile="auto"` may choose XLA.
+        runs_own_steps: Whether it runs a model's own `train_step`, `test_step` and `predict_step`.
+        averages_own_steps: Whether it averages the results of replicas that run an own step, without a study.
         divides_state: Whether each worker holds only a shard of the optimizer state (see `whole_state`).
         cuts_model: Whether the model is cut into stages, each with its own forward and backward pass.
         step_again: `(model, kind, element)` repeats a failed step to find its error; None where TensorFlow reports it.
@@ -65,6 +67,10 @@ class Engine(abc.ABC):
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
     chooses_xla: bool = False
+    # Whether it runs a model's own train_step, test_step and predict_step.
+    runs_own_steps: bool = False
+    averages_own_steps: bool = False
+    # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
     divides_state: bool = False
     cuts_model: bool = False
     step_again: Callable[[keras.Model, str, Any], None] | None = None
@@ -239,14 +245,14 @@ class Engine(abc.ABC):
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average after training, if the optimizer keeps one."""
 
-    def logs(self, model: keras.Model, training: bool) -> dict[str, tf.Tensor]:
-        """Return the results of `compute_metrics` over the examples of all workers; traced after the steps of a call.
+    def logs(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        """Return the logs of a call of steps over the examples of all workers; traced after the steps.
 
         Args:
             model: A compiled model.
-            training: Whether the call ran train steps, of which some engines average states here.
+            kind: "train" or "evaluate"; some engines average states after train steps here.
         """
-        return metric_logs.results(model)
+        return metric_logs.results(model, kind)
 
     def replica_metrics(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
         """Return the metric states of each replica, `[replicas, ...]`, by variable; all workers must call this.

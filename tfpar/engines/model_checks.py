@@ -11,9 +11,12 @@ import tensorflow as tf
 
 from tfpar._compat.models import keras_build, keras_losses, keras_model
 from tfpar._compat.variables import keras_variables
+from tfpar.engines import own_steps
 from tfpar.reduction import objective
 from tfpar.reduction.losses import dense_losses
+from tfpar.reduction.own_step import METHODS, overrides
 
+_KINDS = {"fit": "train", "evaluate": "evaluate", "predict": "predict"}
 _STEPS = {
     "train_step": "fit",
     "make_train_function": "fit",
@@ -33,22 +36,31 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_steps(model: keras.Model, *methods: str) -> None:
-    """Refuse a model that overrides a step function, which a strategy would not call.
+def check_steps(model: keras.Model, method: str, *, runs_own_steps: bool) -> None:
+    """Refuse a model that overrides a step, or the function of one, where a strategy would not call it.
 
     Args:
         model: Any model.
-        *methods: Methods whose steps are checked: "fit", "evaluate" or "predict".
+        method: "fit", "evaluate" or "predict": the method to check.
+        runs_own_steps: Whether the engine runs the steps of models.
 
     Raises:
         ValueError: If the model overrides a step of one of the methods.
     """
     replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
-    for step, method in _STEPS.items():
-        if method in methods and keras_model.overridden(model, step) and step not in replaced:
+    for step, of_method in _STEPS.items():
+        if of_method != method or step in replaced or not keras_model.overridden(model, step):
+            continue
+        if not step.endswith("_step"):
             raise ValueError(
-                f"{type(model).__name__} overrides {step}, and a strategy does not call it. Move its code to the "
-                f"layers, a loss or tfpar.Objective, or use Keras' own {method}."
+                f"{type(model).__name__} overrides {step}, and a strategy makes its own function of steps. Override "
+                f"{METHODS[_KINDS[method]]} in place of it."
+            )
+        if not runs_own_steps:
+            raise ValueError(
+                f"Stages and shards of weights take a model apart, and {type(model).__name__} overrides {step}, which "
+                "takes it whole. Use compute_loss, add_loss or tfpar.Objective in place of it, or train on Mirrored() "
+                "or MultiWorker()."
             )
 
 
@@ -126,7 +138,7 @@ def check_trained(model: keras.Model) -> None:
     Raises:
         ValueError: If the class overrides `trainable_weights` or `trainable_variables` to return other weights.
     """
-    if objective.objectives_of(model):
+    if objective.objectives_of(model) or overrides(model, "train"):
         return
     own = {id(weight): weight for weight in model.variables if weight.trainable} if model.trainable else {}
     for name in ("trainable_weights", "trainable_variables"):
@@ -197,8 +209,9 @@ def check_targets(model: keras.Model, targets: Any) -> None:
     Raises:
         ValueError: If a loss would be computed from strings.
     """
-    # The user's code may handle strings.
-    if objective.has_objectives(model) or keras_model.overridden(model, "compute_loss"):
+    # Code of the user may look up the strings itself.
+    has_own_step = overrides(model, "train") or overrides(model, "evaluate")
+    if objective.has_objectives(model) or keras_model.overridden(model, "compute_loss") or has_own_step:
         return
     flat = keras.tree.flatten_with_path(targets)
     losses = keras.tree.flatten(model.loss) if keras.tree.is_nested(model.loss) else [model.loss] * len(flat)
@@ -290,6 +303,9 @@ def build(
         ValueError: If the data do not have the shapes that the model needs.
     """
     inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if overrides(model, kind):
+        own_steps.build(model, kind, creating_slots)
+        return
     if kind == "predict":
         if not model.built:
             keras_model.call_model(model, inputs, training=False)

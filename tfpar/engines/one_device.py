@@ -13,9 +13,10 @@ from tfpar import data
 from tfpar._compat.models import keras_metrics, keras_model
 from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables
+from tfpar.engines import own_steps
 from tfpar.engines.single_replica import SingleReplica
 from tfpar.engines.steps.batches_ahead import StepBatch
-from tfpar.reduction import metric_logs, objective
+from tfpar.reduction import metric_logs, objective, own_step
 from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.losses import BatchWeights
 
@@ -28,6 +29,7 @@ class OneDevice(SingleReplica):
     """
 
     chooses_xla = True
+    runs_own_steps = True
 
     def __init__(self, device: str | None) -> None:
         self.device = device
@@ -61,6 +63,8 @@ class OneDevice(SingleReplica):
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Run one update on a batch, or one per objective; return the loss, a scalar."""
         with self.creation_scope():
+            if own_step.overrides(model, "train"):
+                return own_steps.run(model, "train", batch)
             if objective.objectives_of(model):
                 return _train_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -80,6 +84,8 @@ class OneDevice(SingleReplica):
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the metrics with a batch; return the loss, a scalar."""
         with self.creation_scope():
+            if own_step.overrides(model, "evaluate"):
+                return own_steps.run(model, "evaluate", batch)
             if objective.objectives_of(model):
                 return _evaluate_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -88,9 +94,11 @@ class OneDevice(SingleReplica):
         return loss
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
-        """Return the outputs for a batch, `[batch, ...]` each."""
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        """Return the model's outputs, `[batch, ...]` each."""
         with self.creation_scope():
+            if own_step.overrides(model, "predict"):
+                return own_step.call(model, "predict", batch)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             return keras_model.call_model(model, inputs, training=False)
 
 

@@ -184,7 +184,7 @@ class FitLoop:
         if self._epoch_iterator.end_epoch(step) and not decision.stop and self._strategy.is_chief:
             user_warnings.warn(data.RAN_OUT)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
-        return dict(logs or self._strategy.engine.logs(self._model, training=False))
+        return dict(logs or self._strategy.engine.logs(self._model, "train"))
 
     def _end_epoch(self, last: bool) -> None:
         decision = self._decide(may_save=True)

@@ -51,7 +51,8 @@ def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: in
     with strategy.engine.creation_scope(), resolving, refused:
         model = build_model()
     model_checks.check_model(model)
-    model_checks.check_steps(model, "fit", "evaluate", "predict")
+    for method in ("fit", "evaluate", "predict"):
+        model_checks.check_steps(model, method, runs_own_steps=strategy.engine.runs_own_steps)
     if isinstance(build_model, type) and not model.compiled:
         raise _returns_uncompiled(build_model)
     return model

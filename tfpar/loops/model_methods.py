@@ -23,6 +23,7 @@ from tfpar._compat.models import keras_metrics, keras_model
 from tfpar.files import atomic_file
 from tfpar.loops.agreement import barriers
 from tfpar.loops.step_functions import StepFunctions
+from tfpar.reduction import own_step
 from tfpar.strategies import Strategy, model_scopes, strategy_of
 
 _TRAINER_METHODS = ("fit", "evaluate", "predict")
@@ -52,8 +53,9 @@ def replace_methods(trainer: _Trainer) -> None:
     | `save`               | Keras' own           | Keras' own, written atomically          |
     | `save_weights`       | Keras' own           | Keras' own, written atomically          |
 
-    A method stays if the user's class overrides it or its step. In one process, the methods of inner models, such as
-    the encoder of an autoencoder, become those of a trainer of their own; methods for one batch are refused.
+    A method stays if the user's class overrides it, or its step, unless replicas run that: then the methods for one
+    batch are those of a trainer too, with the metrics of the batch. In one process, the methods of inner models, such
+    as the encoder of an autoencoder, become those of a trainer of their own; methods for one batch are refused.
 
     Args:
         trainer: A trainer, which the model does not keep alive.
@@ -78,6 +80,34 @@ def replace_methods(trainer: _Trainer) -> None:
         replacements["train_on_batch"] = _refuse_train_on_batch
         replacements["get_metrics_result"] = functools.partial(keras_metrics.noted_results, model)
     _set_methods(model, replacements)
+    if strategy.num_replicas > 1 and strategy.engine.runs_own_steps:
+        _set_own_step_methods(model, type(trainer), local_methods if strategy.num_workers > 1 else {})
+
+
+def _set_own_step_methods(
+    model: keras.Model, make_trainer: Callable[..., Any], local_methods: Mapping[str, Callable[..., Any]]
+) -> None:
+    """Set the methods whose steps the class overrides, which a trainer runs with the results of one device.
+
+    Args:
+        model: A model.
+        make_trainer: The class of trainers.
+        local_methods: Methods that each worker calls by itself, in place of a trainer's.
+    """
+    methods = _trainer_methods(model, make_trainer) | {
+        "train_on_batch": functools.partial(_train_on_batch, model, make_trainer),
+        "test_on_batch": functools.partial(_test_on_batch, model, make_trainer),
+        "predict_on_batch": functools.partial(_predict_on_batch, model, make_trainer),
+        **local_methods,
+    }
+    for name, method in methods.items():
+        if not keras_model.overridden(model, name) and own_step.overrides(model, _kind(name)):
+            setattr(model, name, method)
+
+
+def _kind(name: str) -> str:
+    """Return the kind of steps that a method runs."""
+    return "predict" if "predict" in name else "train" if name in ("fit", "train_on_batch") else "evaluate"
 
 
 def give_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> None:
@@ -127,8 +157,7 @@ def _set_methods(model: keras.Model, replacements: Mapping[str, Callable[..., An
 
 def _is_overridden(model: keras.Model, name: str) -> bool:
     """Return whether the class of a model overrides a method or the step that it runs."""
-    step = "predict_step" if "predict" in name else "train_step" if name in ("fit", "train_on_batch") else "test_step"
-    return keras_model.overridden(model, name) or keras_model.overridden(model, step)
+    return keras_model.overridden(model, name) or keras_model.overridden(model, own_step.METHODS[_kind(name)])
 
 
 def _inner_models(model: keras.Model) -> list[keras.Model]:
@@ -243,6 +272,26 @@ def _test_on_batch(
         model, "evaluate", make_trainer, x, y, batch_size=_num_examples(x), verbose=0, sample_weight=sample_weight,
         return_dict=return_dict,
     )  # fmt: skip
+
+
+def _train_on_batch(
+    model: keras.Model,
+    make_trainer: Callable[..., Any],
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Run one train step of the trainer; the metrics are those of this batch alone."""
+    settings = {"sample_weight": sample_weight, "class_weight": class_weight, "batch_size": _num_examples(x)}
+    history = _through_trainer(model, "fit", make_trainer, x, y, verbose=0, shuffle=False, **settings).history
+    logs = {name: values[-1] for name, values in history.items()}
+    return logs if return_dict else keras_metrics.metrics_in_order(model, logs)
+
+
+def _predict_on_batch(model: keras.Model, make_trainer: Callable[..., Any], x: Any) -> Any:
+    return _through_trainer(model, "predict", make_trainer, x, batch_size=_num_examples(x), verbose=0)
 
 
 def _num_examples(x: Any) -> int:

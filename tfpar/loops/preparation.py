@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat.variables import keras_weight_placement
-from tfpar.engines import model_checks
+from tfpar.engines import model_checks, own_steps
 from tfpar.engines.steps.multi_step import StepLoop
 from tfpar.full_precision import full_precision
 from tfpar.loops.agreement import equal_workers
@@ -64,7 +64,7 @@ class Preparation:
         method = "fit" if kind == "train" else "evaluate"
         with self._strategy.job.vote():
             model_checks.check_compiled(self._model, method)
-            model_checks.check_steps(self._model, method)
+            model_checks.check_steps(self._model, method, runs_own_steps=self._engine.runs_own_steps)
             model_checks.check_loop(self._model, method)
             if not (isinstance(dataset, data.Sharded) or isinstance(self._strategy, SingleDevice)):
                 data.check_ranks(dataset.element_spec)
@@ -126,7 +126,7 @@ class Preparation:
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
         """Build the model, and return an iterator over a distributed dataset and the compiled prediction of a batch."""
         with self._strategy.job.vote():
-            model_checks.check_steps(self._model, "predict")
+            model_checks.check_steps(self._model, "predict", runs_own_steps=self._engine.runs_own_steps)
             batches = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
             if not isinstance(self._strategy, SingleDevice):
                 data.check_ranks(keras.utils.unpack_x_y_sample_weight(batches.element_spec)[0])
@@ -186,6 +186,9 @@ class Preparation:
         spec = distributed.dataset.element_spec if distributed.spec is None else distributed.spec
         self._strategy.job.require_equal({"the shapes of the data": _shapes(spec)})
         self._engine.move_model(self._model)  # the user may have compiled it again outside of the scope
+        with self._strategy.job.vote(), self.kernels():
+            own_steps.prepare(self._model, kind, batch)
+        self._engine.move_model(self._model)  # with what the step has created
         with self._strategy.job.vote(), self._engine.creation_scope():
             self._place(batch, kind)
             num_weights = len(self._model.variables)

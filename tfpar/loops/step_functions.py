@@ -135,7 +135,7 @@ class StepFunctions:
                 return run_step(model, batch)
 
         def logs() -> dict[str, tf.Tensor]:
-            return engine.logs(model, training=kind == "train")
+            return engine.logs(model, kind)
 
         # XLA fixes sizes by itself. Workers must trace alike, whatever the sizes of their local batches.
         fixes_sizes = engine.job.num_workers == 1 and not engine.cuts_model and not model.jit_compile

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfpar._compat.graphs import tf_function
 from tfpar._compat.models import keras_metrics, keras_model
+from tfpar.reduction import own_step
 from tfpar.reduction.objective import objectives_of
 from tfpar.reduction.verdict import Verdict
 from tfpar.xla_choice import NotCompiledError
@@ -64,12 +65,14 @@ def update_metrics(model: keras.Model, inputs: Any, targets: Any, outputs: Any, 
         _entries[model] = Entries(_specs((inputs, targets, outputs, weights)), None)
 
 
-def results(model: keras.Model) -> dict[str, Any]:
-    """Return the logs, reduced over all replicas if called in cross-replica context.
+def results(model: keras.Model, kind: str) -> dict[str, Any]:
+    """Return the logs of steps of a kind, reduced over all replicas if called in cross-replica context.
 
     Raises:
         ValueError: If `compute_metrics` sees parts of a batch and adds an entry that depends on its examples.
     """
+    if (of_own_step := own_step.results(model, kind)) is not None:
+        return of_own_step
     entries = _entries.get(model)
     logs: dict[str, Any]
     if entries is None:
@@ -172,9 +175,37 @@ def not_updated(metrics: Iterable[keras.Metric]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def results_noted(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.Metric]]]:
+    """Note which tensors are results of a model's metrics inside this context.
+
+    Yields:
+        Each result by its `id`, with its metric.
+    """
+    results: dict[int, tuple[Any, keras.Metric]] = {}
+
+    def noting(metric: keras.Metric) -> Any:
+        def result() -> Any:
+            value = type(metric).result(metric)
+            results[id(value)] = value, metric
+            return value
+
+        return result
+
+    metrics = all_metrics(model)
+    for metric in metrics:
+        vars(metric)["result"] = noting(metric)
+    try:
+        yield results
+    finally:
+        for metric in metrics:
+            del vars(metric)["result"]
+
+
 def all_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics of a model and its layers, and the metrics inside them."""
     waiting, metrics = [*model.metrics, *keras_metrics.own_metrics(model), keras_metrics.loss_tracker(model)], {}
+    waiting += [metric for kind in own_step.METHODS for metric in own_step.last_values(model, kind).values()]
     while waiting:
         metric = waiting.pop()
         if id(metric) not in metrics:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat.models import keras_metrics, keras_model
 from tfpar._compat.random_numbers import random_state
+from tfpar.reduction import own_step
 from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.losses import BatchWeights, mean_of_sums, reduce_loss
 from tfpar.reduction.restored_model import restored, unchanged
@@ -132,14 +133,14 @@ def trained_by(model: keras.Model, objective: Objective) -> list[keras.Variable]
 
 
 def updates_of(model: keras.Model) -> list[tuple[Any, list[keras.Variable]]]:
-    """Return each optimizer of a compiled model, with or without objectives, and the weights that it trains."""
+    """Return each optimizer of a model and the weights that it trains: in objectives, or in a train step of its own."""
     updates: dict[int, tuple[Any, dict[int, keras.Variable]]] = {}
     for objective in objectives_of(model):
         optimizer = optimizer_of(model, objective)
         _, weights = updates.setdefault(id(optimizer), (optimizer, {}))
         weights.update({id(weight): weight for weight in trained_by(model, objective)})
     if not updates:
-        return [(model.optimizer, model.trainable_variables)]
+        return own_step.updates_of(model) or [(model.optimizer, model.trainable_variables)]
     return [(optimizer, list(weights.values())) for optimizer, weights in updates.values()]
 
 

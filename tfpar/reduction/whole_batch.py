@@ -254,6 +254,11 @@ class Recording(RowSource):
         return tensor if self._replayed is None else tensor[self._start : self._start + num_rows]
 
     @property
+    def gathered(self) -> bool:
+        """Whether the run on the whole batch has gathered rows."""
+        return bool(self._values)
+
+    @property
     def losses(self) -> list[PartialSums]:
         """The losses that `call` computed, in order."""
         return self._sums
@@ -369,6 +374,40 @@ class ReplicaRows(RowSource):
         # Only replicas of one worker can have the same examples; the first of them counts.
         first = tf.where(self._example_weight < 1, index - replica, index)
         return tf.reduce_sum(counts[:first]), tf.reduce_sum(counts)
+
+
+class RowsForMeans(ReplicaRows):
+    """Rows for losses that each replica computes as a mean over its examples, weighted by their fraction in the end.
+
+    The gradient of a gathered row is the sum over the losses of all replicas with these weights. It is divided by the
+    weight of the row's replica, which the replica's gradients are multiplied by later.
+
+    Args:
+        *arguments: As for `ReplicaRows`.
+        fraction: Returns the fraction of the calling replica's examples in the global batch.
+        **settings: As for `ReplicaRows`.
+    """
+
+    def __init__(self, *arguments: Any, fraction: Callable[[], tf.Tensor], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._fraction = fraction
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the rows of the whole batch."""
+        if not tensor.dtype.is_floating:
+            return super().gather(tensor)
+        fraction = tf.cast(self._fraction(), tensor.dtype)
+        divisor = fraction * tf.cast(self._example_weight, tensor.dtype)
+        rows = super().gather(_with_scaled_gradient(tensor, tf.math.divide_no_nan(tf.ones_like(divisor), divisor)))
+        return _with_scaled_gradient(rows, fraction)
+
+
+def _with_scaled_gradient(tensor: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    @tf.custom_gradient
+    def scaled(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return tf.identity(value), lambda upstream: upstream * factor
+
+    return scaled(tensor)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from tfpar.layout import Layout, Shard, check_batch_shares, check_shard, shares_
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import replicas
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
@@ -46,6 +47,9 @@ class Mirrored(Strategy):
             keep their defaults. None: replicate everything.
         batch_shares: Relative size of the per-replica batch of each device, such as `[3, 1]` for a device that is three
             times as fast as the other. None: equal sizes.
+        own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
+            if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
+            `tf.distribute`; a step that compares examples then gives other weights.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
@@ -68,10 +72,12 @@ class Mirrored(Strategy):
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
         batch_shares: Sequence[int] | None = None,
+        own_steps: OwnSteps = "exact",
     ) -> None:
         check_choice(batch_dependent_layers)
         check_shard(shard)
         check_batch_shares(batch_shares)
+        check_own_steps(own_steps, batch_shares)
         names = _resolved(devices)
         if shard == "weights":
             # Imported here: most users of replicas do not need the engine of stages.
@@ -81,6 +87,7 @@ class Mirrored(Strategy):
             check_without_effect("pack_bytes", pack_bytes, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
             check_without_effect("batch_shares", batch_shares, None)
+            check_without_effect("own_steps", own_steps, "exact")
             super().__init__(Layout(len(names), shard=shard), BlockEngine(names))
             return
         if pack_bytes is not None and pack_bytes < 1:
@@ -93,6 +100,7 @@ class Mirrored(Strategy):
         mirrored = tf.distribute.MirroredStrategy(names, operations)
         layout = Layout(len(names), shard=shard if len(names) > 1 else None)
         engine = MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard, shares)
+        engine.averages_own_steps = own_steps == "average"
         super().__init__(layout, engine)
 
     @classmethod
@@ -109,7 +117,8 @@ class Mirrored(Strategy):
 
     def describe(self) -> str:
         """Return a one-line description of the replicas and their devices."""
-        return f"Mirrored over {self.layout.describe(self.device_names)}{described_shares(self.engine)}"
+        replicas = self.layout.describe(self.device_names)
+        return f"Mirrored over {replicas}{described_shares(self.engine)}{averaged_steps(self.engine)}"
 
 
 class MirroredReplicas(ReplicaEngine):

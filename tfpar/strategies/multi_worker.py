@@ -17,6 +17,7 @@ from tfpar.engines.workers.worker_replicas import Compression, Settings, WorkerR
 from tfpar.layout import Layout, Shard, check_batch_shares, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 from tfpar.workers import preflight
 
@@ -51,6 +52,9 @@ class MultiWorker(Strategy):
         batch_shares: Relative size of the per-replica batch of each device, of all workers by rank; or of the part of
             each worker, which its devices share equally. `[3, 1]` suits a worker that is three times as fast as the
             other. None: equal sizes for all devices.
+        own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
+            if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
+            `tf.distribute`; a step that compares examples then gives other weights.
         form_seconds: Time limit for all workers to connect.
         silence_seconds: Time without a heartbeat after which a worker counts as failed.
 
@@ -78,6 +82,7 @@ class MultiWorker(Strategy):
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
         batch_shares: Sequence[int] | None = None,
+        own_steps: OwnSteps = "exact",
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
@@ -86,6 +91,7 @@ class MultiWorker(Strategy):
         check_choice(batch_dependent_layers)
         check_shard(shard)
         check_batch_shares(batch_shares)
+        check_own_steps(own_steps, batch_shares)
         if shard == "weights":
             # Imported here: most users of replicas do not need the engine of stages.
             from tfpar.engines.stages.block_engine import BlockEngine, check_without_effect, devices_of_workers
@@ -95,6 +101,7 @@ class MultiWorker(Strategy):
             check_without_effect("compression", compression, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
             check_without_effect("batch_shares", batch_shares, None)
+            check_without_effect("own_steps", own_steps, "exact")
             used = devices_of_workers(devices, form_seconds, silence_seconds)
             layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers)
             super().__init__(layout, BlockEngine(used.names, used.watch))
@@ -104,7 +111,7 @@ class MultiWorker(Strategy):
         formed = preflight.form_cluster(job, devices, form_seconds, silence_seconds, name)
         settings = Settings(
             all_reduce, PACK_BYTES if pack_bytes is None else pack_bytes, compression, sync, every, average_optimizer,
-            batch_dependent_layers, shard, None if batch_shares is None else tuple(batch_shares),
+            batch_dependent_layers, shard, None if batch_shares is None else tuple(batch_shares), own_steps,
         )  # fmt: skip
         self._set(WorkerReplicas(formed, addresses_of(job), 0 if job is None else job.rank, settings))
 
@@ -127,4 +134,5 @@ class MultiWorker(Strategy):
             return f"{workers}, {self.layout.describe(self.device_names)}"
         sharded = ", optimizer state sharded" * (self.layout.shard is not None)
         shares, names = described_shares(self.engine), ", ".join(self.device_names)
-        return f"{workers}, {self.num_replicas} replicas{shares}{sharded}; this is worker {self.rank} on {names}"
+        replicas = f"{self.num_replicas} replicas{shares}{sharded}{averaged_steps(self.engine)}"
+        return f"{workers}, {replicas}; this is worker {self.rank} on {names}"

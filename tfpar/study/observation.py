@@ -185,19 +185,19 @@ def _noting(seen: Observation, calls: Calls, mode: Mode) -> Iterator[None]:
         keras_losses_in_call.scalars_noted(note_scalar),
         tf_untracked.assignments_noted(note_variable),
         tf_function.own_traces(),
-        _moving_statistics(mode),
+        moving_statistics(training=mode.training, gathers=mode.gathers),
     ):
         yield
     seen.added = [tf.reduce_sum(loss) for loss in added]
 
 
 @contextlib.contextmanager
-def _moving_statistics(mode: Mode) -> Iterator[None]:
+def moving_statistics(*, training: bool, gathers: bool = True) -> Iterator[None]:
     """Use the moving statistics of BatchNormalization in training, or wherever it has the whole batch."""
-    call = keras.layers.BatchNormalization.call
+    call, in_training = keras.layers.BatchNormalization.call, training
 
     def normalize(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        has_all_rows = mode.training or (mode.gathers and layer.synchronized)
+        has_all_rows = in_training or (gathers and layer.synchronized)
         return call(layer, inputs, training=training and not has_all_rows, mask=mask)
 
     with mock.patch.object(keras.layers.BatchNormalization, "call", normalize):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -59,6 +60,37 @@ def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:
     """
     for op in then:
         op._add_control_inputs([first])
+
+
+def after_all(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors that are ready when all operations of the calling replica have run that exist by now.
+
+    TensorFlow 2.21's graph optimizer drops the order of a read and a later assignment of a variable where it removes
+    the read's operation, such as for a gradient that does not need the weight.
+
+    Args:
+        tensors: Dense tensors, `tf.IndexedSlices` or None.
+    """
+    if tf.executing_eagerly():
+        return list(tensors)
+    graph, replica = tf.compat.v1.get_default_graph(), tf.distribute.get_replica_context()
+    own = "" if replica is None else _replica_scope(f"replica_{replica._replica_id}/")
+    ends = [
+        op
+        for op in graph.get_operations()
+        if _replica_scope(op.name) == own and op.type not in _SOURCES and not any(out.consumers() for out in op.outputs)
+    ]
+    with tf.control_dependencies(ends):
+        return [tf.nest.map_structure(tf.identity, tensor, expand_composites=True) for tensor in tensors]
+
+
+_SOURCES = {"Const", "Placeholder", "NoOp"}
+
+
+def _replica_scope(name: str) -> str:
+    """Return the name scope of a replica other than the first, in which TensorFlow 2.21 names its operations."""
+    match = re.search(r"(?:^|/)replica_([1-9]\d*)/", name)
+    return match.group(1) if match else ""
 
 
 def leave_checks_unordered() -> None:

@@ -61,3 +61,17 @@ def _watching(pairs: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
         mock.patch.object(tf.GradientTape, "jacobian", by_tensors(tf.GradientTape.jacobian)),
     ):
         yield
+
+
+@contextlib.contextmanager
+def losses_noted(note: Callable[[tf.Tensor], None]) -> Iterator[None]:
+    """Call a function with each sum of values of which a tape computes gradients of Keras variables in this context."""
+    original = tf.GradientTape.gradient
+
+    def gradient(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(source, keras.Variable | tf.Variable) for source in tf.nest.flatten(sources)):
+            note(tf.add_n([tf.reduce_sum(value) for value in tf.nest.flatten(target)]))
+        return original(tape, target, sources, *args, **kwargs)
+
+    with mock.patch.object(tf.GradientTape, "gradient", gradient):
+        yield

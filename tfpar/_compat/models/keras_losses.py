@@ -147,6 +147,23 @@ def local_losses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def masked_losses(reduce_loss: LossReduction) -> Iterator[None]:
+    """Reduce every loss with a Keras mask inside this context with a function, and other losses as in Keras.
+
+    Args:
+        reduce_loss: Takes values, sample weight, mask, reduction and dtype.
+    """
+
+    def reduce(values: Any, sample_weight: Any = None, mask: Any = None,
+               reduction: str | None = "sum_over_batch_size", dtype: Any = None) -> tf.Tensor:  # fmt: skip
+        reduces = reduce_weighted_values if mask is None else reduce_loss
+        return reduces(values, sample_weight, mask, reduction, dtype)
+
+    with mock.patch.object(loss_module, "reduce_weighted_values", reduce):
+        yield
+
+
+@contextlib.contextmanager
 def own_loss_called(call: Callable[[Callable[..., Any], dict[str, Any]], tf.Tensor]) -> Iterator[None]:
     """Intercept the calls of an overridden `compute_loss` in this context.
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileMetrics
 
 from tfpar._compat.models.keras_model import is_of_keras, overridden, reduces_last_axis
 
 
 def inner_metrics(metric: keras.Metric) -> list[keras.Metric]:
-    """Return the metrics that are attributes of a metric."""
-    return list(metric._metrics)
+    """Return the metrics that are attributes of a metric, or that it combines."""
+    return list(metric.metrics if isinstance(metric, CompileMetrics) else metric._metrics)
 
 
 def own_metrics(model: keras.Model) -> list[keras.Metric]:

@@ -17,6 +17,7 @@ from tensorflow.python.distribute.values_util import get_current_replica_id_as_i
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfpar._compat import versions
+from tfpar._compat.optimizers import keras_own_updates
 from tfpar._compat.optimizers.keras_optimizer_copy import optimizer_of_weight, unbuilt_copy
 from tfpar._compat.variables import keras_variables, keras_weight_keys
 from tfpar._compat.variables.keras_weight_placement import place_as
@@ -80,7 +81,8 @@ def apply(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> N
         gradients: The gradient of each weight, or None.
         weights: The weights, at least one.
     """
-    if type(optimizer).apply_gradients is BaseOptimizer.apply_gradients:
+    # In an own step the method has run already, on the gradients of the replica.
+    if keras_own_updates.applies() or type(optimizer).apply_gradients is BaseOptimizer.apply_gradients:
         optimizer.apply(list(gradients), list(weights))
     else:
         optimizer.apply_gradients(list(zip(gradients, weights, strict=True)))

@@ -30,7 +30,7 @@ def state(model: keras.Model) -> list[Any]:
     if compiled is not None:
         user_metrics = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
         held += [metric for metric in user_metrics if isinstance(metric, keras.Metric)]
-    groups = [model.variables, *(owner.variables for owner in (*model.metrics, *held, *_optimizers(model)))]
+    groups = [model.variables, *(owner.variables for owner in (*model.metrics, *held, *optimizers(model)))]
     return list({id(variable): variable for group in groups for variable in group}.values())
 
 
@@ -73,9 +73,9 @@ def optimizer_of(model: keras.Model) -> Any:
     return getattr(model, "optimizer", None)
 
 
-def _optimizers(model: keras.Model) -> list[Any]:
+def optimizers(model: keras.Model) -> list[Any]:
     """Return the optimizers of a model, including wrapped ones; a model with objectives may have several."""
-    optimizers = [
+    found = [
         optimizer
         for value in vars(model).values()
         for optimizer in (
@@ -83,7 +83,7 @@ def _optimizers(model: keras.Model) -> list[Any]:
         )
         if isinstance(optimizer, keras.Optimizer)
     ]
-    return optimizers + [innermost(optimizer) for optimizer in optimizers if innermost(optimizer) is not optimizer]
+    return found + [innermost(optimizer) for optimizer in found if innermost(optimizer) is not optimizer]
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
@@ -199,7 +199,7 @@ def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> Non
         if isinstance(layer, keras.Model):
             versions.replace(layer, "_distribute_strategy", home)
     forget_functions(model)
-    for optimizer in _optimizers(model):
+    for optimizer in optimizers(model):
         versions.replace(optimizer, "_distribution_strategy", home or tf.distribute.get_strategy())
         find_slots(optimizer)
 
@@ -208,7 +208,7 @@ def has_lost_slots(model: keras.Model) -> bool:
     """Return whether an optimizer can no longer find its slots, because weights have new memory."""
     return any(
         optimizer._var_key(weight) not in optimizer._trainable_variables_indices
-        for optimizer in _optimizers(model)
+        for optimizer in optimizers(model)
         for weight in optimizer._trainable_variables
     )
 

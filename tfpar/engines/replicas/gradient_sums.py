@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfpar.reduction.gradients import indexed_slices
@@ -18,18 +19,20 @@ class ReplicaGradients(NamedTuple):
 
     Args:
         values: Gradients: tensors, `tf.IndexedSlices` or None; a scalar loss may follow them.
-        forward: All results of the forward pass, the loss first.
+        variables: Weights that they are gradients of.
+        forward: All results of the forward pass, the loss first; empty if the gradients wait for all reads already.
         example_weight: Weight of an example in losses, a scalar.
         num_counted: Number of the replica's examples to count in metrics, an int scalar.
-        objective: Index of the objective; 0 for the model's loss.
+        number: Index of the update among those of the step.
         own_sums: Functions, by index of the gradient, that sum some gradients over all replicas in another way.
     """
 
     values: Sequence[Any]
+    variables: Sequence[keras.Variable]
     forward: Any
     example_weight: tf.Tensor
     num_counted: tf.Tensor
-    objective: int = 0
+    number: int = 0
     own_sums: Sums | None = None
 
 

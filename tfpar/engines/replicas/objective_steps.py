@@ -47,7 +47,9 @@ def train(
         ) -> tuple[tf.Tensor, list[Any]]:
             with metrics_counted_once(model, num_counted):
                 loss, gradients = objective.loss_and_gradients(model, current, own, _batch_weights(own, batch))
-            return loss, sum_gradients(model, ReplicaGradients(gradients, (loss,), example_weight, num_counted, index))
+            weights = objective.trained_by(model, current)
+            computed = ReplicaGradients(gradients, weights, (loss,), example_weight, num_counted, index)
+            return loss, sum_gradients(model, computed)
 
         with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)

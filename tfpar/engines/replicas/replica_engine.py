@@ -22,6 +22,7 @@ from tfpar.engines.engine import Engine
 from tfpar.engines.one_device import forward, loss_and_gradients
 from tfpar.engines.replicas import objective_steps
 from tfpar.engines.replicas.gradient_sums import ReplicaGradients, sum_gradients
+from tfpar.engines.replicas.own_steps import ReplicaStep
 from tfpar.engines.replicas.per_replica_batches import per_replica_batches
 from tfpar.engines.replicas.replica_runs import ReplicaRuns, not_compiled
 from tfpar.engines.replicas.replica_states import (
@@ -38,15 +39,17 @@ from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
-from tfpar.reduction import metric_logs, objective
+from tfpar.reduction import metric_logs, objective, own_step
 from tfpar.reduction.gradients.gradient_order import compute_early
 from tfpar.reduction.gradients.indexed_slices import Lookups, kinds_of, lookups_of
 from tfpar.reduction.gradients.row_numbers import Sources
 from tfpar.reduction.gradients.update_order import after_reads
+from tfpar.reduction.own_step import PartsOfStep
 from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.verdict import Verdict
 from tfpar.reduction.whole_batch import AllGather
 from tfpar.study.outputs import BatchDependentLayers, Words
+from tfpar.study.own_steps import averaged_step, study_step
 from tfpar.study.report import gathering
 from tfpar.study.study import Abilities, study
 
@@ -84,6 +87,7 @@ class ReplicaEngine(ShardsState):
     _compression: str | None = None
     # Whether replicas communicate only through `merge_call`, which fails at once if a replica does not call it.
     _merges = False
+    runs_own_steps = True
     _all_gather: AllGather | None = None
 
     def __init__(
@@ -98,6 +102,7 @@ class ReplicaEngine(ShardsState):
         self._batch_dependent_layers = batch_dependent_layers
         self._pack_bytes = pack_bytes
         self._runs: PerModel[ReplicaRuns] = PerModel()
+        self._own_steps: PerModel[dict[str, PartsOfStep]] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
         self._shares_of_batch = shares or (1,) * self.num_replicas
@@ -163,6 +168,9 @@ class ReplicaEngine(ShardsState):
         super().study(model, batch, kind)
         runs = self._runs_of(model)
         runs.begin(model)
+        if own_step.overrides(model, kind):
+            self._study_own_step(model, batch, kind)
+            return
         if self.num_replicas == 1:
             return
         if kind != "predict" and objective.objectives_of(model):
@@ -186,6 +194,19 @@ class ReplicaEngine(ShardsState):
         cost = "A loss with one value per example sends less."
         if kind != "predict" and self.job.is_chief and (line := gathering(model, agreed, "each replica", cost)):
             user_warnings.warn(line)
+
+    def _study_own_step(self, model: keras.Model, batch: Any, kind: str) -> None:
+        parts = PartsOfStep()
+        if self.num_replicas > 1:
+            study_it = averaged_step if self.averages_own_steps else study_step
+            with self.job.vote():
+                parts = study_it(model, kind, batch)
+            parts = PartsOfStep.of_json(self.job.agree(parts.to_json()))
+        self._own_steps.setdefault(model, {})[kind] = parts
+
+    def _run_own_step(self, model: keras.Model, kind: str, batch: Any) -> tf.Tensor:
+        step = ReplicaStep(model, kind, self._own_steps[model][kind], self._sum_gradients, self._apply)
+        return step.run(self._runs_of(model), batch)
 
     def verdict(self, model: keras.Model) -> Verdict | None:
         """Return the verdict of the study for train steps."""
@@ -211,6 +232,8 @@ class ReplicaEngine(ShardsState):
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Run one update, or one per objective, on a global batch; return the global loss, a scalar."""
+        if own_step.overrides(model, "train"):
+            return self._run_own_step(model, "train", batch)
         if objective.objectives_of(model):
             return objective_steps.train(
                 model, batch, self._run, self._sum_gradients, self._apply, layer_metrics_counted_once
@@ -224,7 +247,7 @@ class ReplicaEngine(ShardsState):
             with layer_metrics_counted_once(model, num_counted):
                 loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, runs.call)
             values = [*gradients, loss] if is_partial else gradients
-            computed = ReplicaGradients(values, (loss, outputs), example_weight, num_counted)
+            computed = ReplicaGradients(values, model.trainable_variables, (loss, outputs), example_weight, num_counted)
             sums = self._sum_gradients(model, computed)
             loss = sums.pop() if is_partial else loss
             update_metrics_once(model, loss, num_counted, (inputs, targets, outputs, weights), verdict)
@@ -239,9 +262,10 @@ class ReplicaEngine(ShardsState):
         values, forward, recomputes = gradients.values, gradients.forward, keras_model.recomputes(model)
         if self.num_replicas == 1:
             return after_reads(list(values), forward, recomputes)
-        lookups = self._lookups(model, values, gradients.objective)
-        compute_early(values, forward[0])
-        owners = self._owners(model, gradients.objective)
+        lookups = self._lookups(model, gradients)
+        if forward:
+            compute_early(values, forward[0])
+        owners = self._owners(model, gradients.variables)
         with not_compiled(model):
             summed_on = owners if self._merges else ()
             sums = sum_gradients(gradients, lookups, self._pack_bytes, self._compression, summed_on)
@@ -249,24 +273,24 @@ class ReplicaEngine(ShardsState):
             return after_reads(sums, forward, recomputes)
         return after_reads(_only_owned(sums, owners), (forward, values) if recomputes else forward, False)
 
-    def _lookups(self, model: keras.Model, gradients: Sequence[Any], number: int) -> list[Lookups | None]:
-        """Return the lookups of each gradient of an objective; None for a dense gradient and for the loss."""
+    def _lookups(self, model: keras.Model, gradients: ReplicaGradients) -> list[Lookups | None]:
+        """Return the lookups of each gradient of an update; None for a dense gradient and for the loss."""
         eager = self._runs_of(model).eager_kinds
         sources, lookups = Sources(), []
-        for index, (gradient, weight) in enumerate(itertools.zip_longest(gradients, _weights(model, number))):
+        for index, (gradient, weight) in enumerate(itertools.zip_longest(gradients.values, gradients.variables)):
             if tf.executing_eagerly():
-                kinds = eager[number][index : index + 1] if eager else []
+                kinds = eager[gradients.number][index : index + 1] if eager else []
             else:
                 kinds = kinds_of(gradient, sources)
             lookups.append(lookups_of(gradient, weight, kinds))
         return lookups
 
-    def _owners(self, model: keras.Model, number: int) -> list[int]:
-        """Return the owner of each weight of an objective; empty if every replica updates all weights."""
+    def _owners(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[int]:
+        """Return the owner of each weight of an update; empty if every replica updates all weights."""
         if self._shards is None:
             return []
         owners = self._shards.owners(model)
-        return [owners[id(weight)] for weight in _weights(model, number)]
+        return [owners[id(weight)] for weight in variables]
 
     def _apply(self, model: keras.Model, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on all replicas or, if its state is sharded, on the owners of the variables."""
@@ -284,6 +308,8 @@ class ReplicaEngine(ShardsState):
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the metrics with a global batch; return the global loss, a scalar."""
+        if own_step.overrides(model, "evaluate"):
+            return self._run_own_step(model, "evaluate", batch)
         if objective.objectives_of(model):
             return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
         call, verdict = self._runs_of(model).call, self._runs_of(model).verdict(False)
@@ -298,19 +324,19 @@ class ReplicaEngine(ShardsState):
         (loss,) = self._run(model, on_replica, batch, training=False)
         return loss
 
-    def logs(self, model: keras.Model, training: bool) -> dict[str, tf.Tensor]:
+    def logs(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
         """Average the states of the replicas after train steps, and return the results of `compute_metrics`."""
-        if training:
+        if kind == "train":
             self._average(model)
-        return self._metric_results(model)
+        return self._metric_results(model, kind)
 
     def _average(self, model: keras.Model) -> None:
         """Average the moving statistics of the replicas."""
         if self.num_replicas > 1:
             average_statistics(self._strategy, own_statistics(model))
 
-    def _metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        return metric_logs.results(model)
+    def _metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        return metric_logs.results(model, kind)
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights on every replica with their moving average, if the optimizer keeps one."""
@@ -360,12 +386,6 @@ def local_batch(element: Any) -> Any:
 
 def _global_size(element: Any) -> tf.Tensor:
     return tf.cast(element[3], tf.int64)
-
-
-def _weights(model: keras.Model, number: int) -> Sequence[keras.Variable]:
-    """Return the weights that an objective trains, or all trained weights of a model without objectives."""
-    objectives = objective.objectives_of(model)
-    return objective.trained_by(model, objectives[number]) if objectives else model.trainable_variables
 
 
 def _only_owned(sums: Sequence[Any], owners: Sequence[int]) -> list[Any]:

@@ -16,12 +16,12 @@ from tfpar.engines.one_device import forward_backward
 from tfpar.engines.replicas.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.engines.steps.compiled_calls import call_with_xla, groups_compiled, suits
-from tfpar.reduction import objective
+from tfpar.reduction import objective, own_step
 from tfpar.reduction.gradients import indexed_slices
 from tfpar.reduction.loss_reduction import LossReduction
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.verdict import Verdict
-from tfpar.reduction.whole_batch import AllGather, ReplicaRows, has_all_rows, using_rows, weight_of_scalar
+from tfpar.reduction.whole_batch import AllGather, ReplicaRows, RowsForMeans, has_all_rows, using_rows, weight_of_scalar
 from tfpar.study.gathered_calls import with_whole_batch
 from tfpar.study.mixing_layers import MixingLayer
 
@@ -155,6 +155,32 @@ class ReplicaRuns:
             loss, *others = self._on_replicas(model, on_own_batch, batches)
         return self._strategy.experimental_local_results(loss)[0], *others
 
+    def run_alone(self, model: keras.Model, on_replica: Callable[..., Any], batch: Any) -> Any:
+        """Run a function on every replica, with losses of its own examples.
+
+        Args:
+            model: The model.
+            on_replica: Takes the per-replica batch, the number of its examples to count, their fraction of the global
+                batch, and the weight of an example in losses.
+            batch: As for `run`.
+
+        Returns:
+            What the function returns, for all replicas.
+        """
+        batches, num_counted, example_weight, num_examples = batch
+
+        def on_own_batch(batches: Sequence[Any]) -> Any:
+            replica = local_replica_id()
+            counted_here = _count_on_host(num_counted, replica)
+            _, fractions[replica] = _size_and_fraction(counted_here, num_examples)
+            return on_replica(batches[replica], counted_here, fractions[replica], example_weight)
+
+        fractions: dict[int, tf.Tensor] = {}
+        settings = (num_counted, example_weight, self._shares, num_examples, self._all_gather)
+        rows = RowsForMeans(*settings, fraction=lambda: fractions[local_replica_id()])
+        with self._separate_randomness(), keras_losses.local_losses(), using_rows(rows):
+            return self._on_replicas(model, on_own_batch, batches)
+
     def train_locally(self, model: keras.Model, batch: Any, apply: Callable[..., None]) -> None:
         """Run one optimizer update on every replica, with the gradients of its own loss.
 
@@ -193,6 +219,8 @@ class ReplicaRuns:
 
         def on_replica(batches: Sequence[Any]) -> Any:
             replica, averaged = local_replica_id(), self.averaged.get(False)
+            if own_step.overrides(model, "predict"):
+                return then(own_step.call(model, "predict", batches[replica]))
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batches[replica])
             outputs = self.call(model, inputs, training=False)
             if averaged:

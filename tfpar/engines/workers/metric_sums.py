@@ -28,15 +28,15 @@ class MetricSums:
         self._strategy, self._hosts = strategy, hosts
         self._first_replica, self._num_replicas = first_replica, num_replicas
 
-    def results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the logs over the examples of all workers, without changing the states of the replicas."""
+    def results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        """Return the logs of steps of a kind over the examples of all workers, without changing any state."""
         variables = summed_variables(model)
         copies = [copy for variable in variables for copy in self._strategy.experimental_local_results(variable.value)]
         before = [copy.read_value() for copy in copies]
         local_sums = [tf.convert_to_tensor(variable.value) for variable in variables]
         for variable, total in zip(variables, self._hosts.all_reduce_many(local_sums), strict=True):
             self.assign_local_sum(variable, total)
-        results: dict[str, tf.Tensor] = tf.nest.map_structure(tf.identity, metric_logs.results(model))
+        results: dict[str, tf.Tensor] = tf.nest.map_structure(tf.identity, metric_logs.results(model, kind))
         for copy, value in zip(copies, before, strict=True):
             copy.assign(value)
         return results

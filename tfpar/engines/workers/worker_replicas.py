@@ -27,7 +27,7 @@ from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.worker import Worker
 from tfpar.layout import Shard, shares_of_replicas
 from tfpar.per_model import PerModel
-from tfpar.reduction import objective
+from tfpar.reduction import objective, own_step
 from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.verdict import Verdict
 from tfpar.study.outputs import BatchDependentLayers
@@ -49,6 +49,7 @@ class Settings(NamedTuple):
     batch_dependent_layers: BatchDependentLayers = "refuse"
     shard: Shard | None = None
     batch_shares: tuple[int, ...] | None = None
+    own_steps: Literal["exact", "average"] = "exact"
 
 
 class WorkerReplicas(Worker, ReplicaEngine):
@@ -77,6 +78,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         pack_bytes = settings.pack_bytes
         super().__init__(strategy, pack_bytes, settings.batch_dependent_layers)
         self._compression, self.steps_multiple = settings.compression, settings.every
+        self.averages_own_steps = settings.own_steps == "average"
         averages = settings.sync == "average"
         self._averaging = LocalSGD(settings.every, settings.average_optimizer) if averages else None
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
@@ -179,6 +181,11 @@ class WorkerReplicas(Worker, ReplicaEngine):
                 f"sync='average' averages one optimizer's state, and {type(model).__name__} has objectives with "
                 "optimizers of their own. Leave sync out."
             )
+        if self._averaging is not None and own_step.overrides(model, kind) and kind != "predict":
+            raise ValueError(
+                f"sync='average' averages weights between its own steps, and {type(model).__name__} overrides "
+                f"{own_step.METHODS[kind]}. Leave sync out."
+            )
         super().study(model, batch, kind)
         (self._num_rows[model],) = self.job.sum([float(data.num_rows(batch))])
 
@@ -215,7 +222,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
 
     def _sum_gradients(self, model: keras.Model, gradients: ReplicaGradients) -> list[Any]:
         """Sum gradients over all replicas, those of large Dense kernels by their sufficient factors."""
-        if not self._uses_factors:
+        if not (self._uses_factors and gradients.forward):
             return super()._sum_gradients(model, gradients)
         num_rows, num_threads = int(self._num_rows[model]), sufficient_factors.num_threads()
         factors = {
@@ -239,8 +246,8 @@ class WorkerReplicas(Worker, ReplicaEngine):
 
         return self._runs_of(model).predict(model, batch, gather)[0]
 
-    def _metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        return self._metrics.results(model)
+    def _metric_results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
+        return self._metrics.results(model, kind)
 
     def _all_gather_states(self, states: list[np.ndarray]) -> list[np.ndarray]:
         """Return the metric states of the replicas of all workers."""
