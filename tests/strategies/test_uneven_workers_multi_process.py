@@ -13,7 +13,7 @@ import pytest
 import tfpar
 from tests.properties.test_parity import CASES, computing_in
 from tests.support import multi_worker_cases as cases
-from tests.support import parity_cases, small, workers
+from tests.support import own_step_cases, parity_cases, small, workers
 from tests.support.multi_worker_cases import EXACT, assert_same
 from tests.support.verdict_layers import Similar
 from tests.support.verdict_losses import contrast
@@ -75,6 +75,9 @@ TRAINED = {
     "1 and 2 devices, sparse rows": Uneven((1, 2), {}, parity_cases.lookups, lambda: parity_cases._tokens(11)),
     "2 and 1 devices, gathered": Uneven((2, 1), {"batch_dependent_layers": "gather"}, similar),
     "2 and 1 devices, loss that gathers": Uneven((2, 1), {}, parity_cases.classifier(loss=lambda: contrast)),
+    "2 and 1 devices, own train_step": Uneven(
+        (2, 1), {}, own_step_cases.CASES["guide"].build, own_step_cases.CASES["guide"].data
+    ),
     "shares of workers": Uneven((1, 1), {"batch_shares": [3, 1]}, data=few),
     "shares of workers with 2 and 1 devices": Uneven((2, 1), {"batch_shares": [1, 2]}, data=few),
     "shares of devices": Uneven((2, 1), {"batch_shares": [1, 4, 2], "shard": "optimizer"}),
