@@ -10,6 +10,7 @@ replica 1  stage 0   GPU:4     GPU:5
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,7 @@ Shard = Literal["optimizer", "weights"] | None
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 _KINDS = ("single_device", "mirrored", "multi_worker", "pipeline", "tensor_parallel", "hybrid")
 _SHARDS = (None, "optimizer", "weights")
+MAX_SHARE = 1_000_000
 _COUNTS = ("num_replicas", "num_stages", "num_microbatches", "num_shards", "num_workers", "stages_per_device")
 
 
@@ -36,7 +38,7 @@ class Layout:
         shard: What is sharded over the replicas: `"optimizer"` for the optimizer state, `"weights"` for weights and
             gradients too; None for nothing.
         num_shards: Devices per stage; 1 for no tensor parallelism.
-        num_workers: Number of workers, each with the same number of devices.
+        num_workers: Number of workers, each with the same number of devices if a replica has several.
         across_workers: Whether a single grid spans the devices of all workers, rather than one grid per worker.
         stages_per_device: Stages per device, more than one in an interleaved schedule.
 
@@ -74,7 +76,8 @@ class Layout:
                 f"Each device must have the same number of stages, received {self.num_stages} stages with "
                 f"{self.stages_per_device} for a device. Set num_stages to a multiple of it."
             )
-        if self.num_devices % self.num_workers and not self.across_workers:
+        divides_replicas = self._has_stages or self.num_shards > 1
+        if self.num_devices % self.num_workers and divides_replicas and not self.across_workers:
             raise ValueError(
                 f"Each worker must have the same number of devices, received {self.num_devices} devices for "
                 f"{self.num_workers} workers. Use a multiple of {self.num_workers}."
@@ -271,6 +274,55 @@ def check_shard(shard: str | None, known: Sequence[str] = ("optimizer", "weights
     """
     if shard is not None and shard not in known:
         raise ValueError(f"shard must be {', '.join(map(repr, known))} or None, received {shard!r}.")
+
+
+def check_batch_shares(shares: Any) -> None:
+    """Raise ValueError unless the argument `batch_shares` is None or a sequence of integers of at least 1.
+
+    Args:
+        shares: Value of the argument.
+
+    Example:
+        >>> check_batch_shares([3, 1])
+    """
+    if shares is None:
+        return
+    is_list = isinstance(shares, Sequence) and not isinstance(shares, str) and len(shares) > 0
+    if not is_list or any(type(share) is not int or not 1 <= share <= MAX_SHARE for share in shares):
+        raise ValueError(
+            f"batch_shares must be whole numbers from 1 to {MAX_SHARE:,}, received {shares!r}. Write [3, 2] where a "
+            "device takes 1.5 times the examples of another in the same time."
+        )
+
+
+def shares_of_replicas(batch_shares: Sequence[int] | None, num_devices: Sequence[int]) -> tuple[int, ...]:
+    """Return the share of each replica in a global batch, without a common factor.
+
+    Args:
+        batch_shares: Relative share of each device, or of each worker, whose devices share it equally; None for equal
+            shares of all devices.
+        num_devices: Number of devices of each worker.
+
+    Raises:
+        ValueError: If there is neither a share for each worker nor one for each device.
+
+    Example:
+        >>> shares_of_replicas([3, 1], [2, 1]), shares_of_replicas([2, 2, 1], [2, 1]), shares_of_replicas(None, [2, 1])
+        ((3, 3, 2), (2, 2, 1), (1, 1, 1))
+    """
+    shares = list(batch_shares or (1,) * sum(num_devices))
+    if len(shares) == len(num_devices):
+        whole = math.lcm(*num_devices)
+        shares = [
+            share * whole // count for share, count in zip(shares, num_devices, strict=True) for _ in range(count)
+        ]
+    if len(shares) != sum(num_devices):
+        workers = f" or of {len(num_devices)} workers" if 1 < len(num_devices) < sum(num_devices) else ""
+        raise ValueError(
+            f"batch_shares must have a number for each of {_count(sum(num_devices), 'device')}{workers}, received "
+            f"{list(batch_shares or ())}. Leave it out for equal shares."
+        )
+    return tuple(share // math.gcd(*shares) for share in shares)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -1,5 +1,6 @@
 """Class weights equal Keras' own, and a batch is cut into parts that add up to it."""
 
+import itertools
 from typing import Any
 
 import keras
@@ -94,6 +95,18 @@ def test_a_cut_into_workers_then_replicas_is_one_cut_into_all() -> None:
         for worker in range(2):
             own = tf.concat(direct[worker * 3 : worker * 3 + 3], axis=0)
             np.testing.assert_array_equal(own, workers[worker], err_msg=f"{rows} rows, worker {worker}")
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (1, 5, 2), (50, 1), (1, 100, 1, 100)])
+def test_parts_have_their_shares_and_no_part_is_empty(shares: tuple[int, ...]) -> None:
+    split = tf.function(lambda batch: split_batch(batch, len(shares), shares))
+    for rows in (*range(len(shares), 12), 50, 202):
+        parts = [part.numpy().tolist() for part in split(tf.range(rows))]
+        assert list(itertools.chain(*parts)) == list(range(rows))
+        assert all(parts), f"{rows} rows"
+        assert parts == [part.numpy().tolist() for part in split_batch(tf.range(rows), len(shares), shares)]
+    if rows % sum(shares) == 0:
+        assert [len(part) for part in parts] == [share * rows // sum(shares) for share in shares]
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -70,6 +70,13 @@ def assert_same_for_workers(
     return epochs
 
 
+def test_batches_do_not_depend_on_the_shares_of_workers() -> None:
+    sharded = shuffled(50)
+    expected = [leaves(batch) for batch in shuffled(50).global_batches()]
+    parts = [sharded.local_batches(rank, 3, [1, 4, 1]) for rank in range(3)]
+    assert_equal(epoch_of_workers(parts), expected, "shares 1 : 4 : 1")
+
+
 def test_batches_do_not_depend_on_the_number_of_workers() -> None:
     numbers = sampled([1, 2, 3, 6], of_ci=[1, 3])
     first, second = assert_same_for_workers(numbers, lambda: shuffled(50), num_epochs=2)
@@ -197,6 +204,11 @@ def make_range(shard: int) -> tf.data.Dataset:
             lambda: Sharded(make_range, 8, 64).local_batches(0, 3),
             ValueError,
             r"8 shards and 3 workers: use another number of shards \(data.num_shards\), a multiple of 3 that divides",
+        ),
+        (
+            lambda: Sharded(make_range, 8, 64).local_batches(0, 2, [4, 2]),
+            ValueError,
+            r"the batch shares of the workers, 2 : 1, but there are 8 shards: .* a multiple of 3 that divides",
         ),
         (lambda: Sharded(make_range, 8, 64).local_batches(0, 0), ValueError, "8 shards and 0 workers"),
         (

@@ -62,6 +62,30 @@ def test_early_stopping_and_the_rates_plateau_are_decided_alike(job: workers.Job
         assert_same(result, expected)
 
 
+def decide_by_logs_of_chief(way: str) -> Trained:
+    """Train with callbacks that monitor an entry which the chief alone adds to the logs."""
+    is_chief = workers.rank() == 0
+    adding: dict[str, list[keras.callbacks.Callback]] = {
+        "by its rank": [cases.AddsDistance(is_chief)],
+        "by chief_only": [cases.AddsDistanceOnChief()],
+        "by a list of its own": [cases.AddsDistance()] if is_chief else [],
+    }
+    callbacks = [*adding[way], *cases.deciding("distance")]
+    trainer = tfpar.Trainer(cases.plain_sgd, cases.one_device_each(), seed=0)
+    return trained(trainer, small.data(), epochs=12, validation_data=small.data(), callbacks=callbacks)
+
+
+@pytest.mark.parametrize("way", ["by its rank", "by chief_only", "by a list of its own"])
+def test_all_workers_decide_by_an_entry_that_the_chief_adds_to_the_logs(job: workers.Job, way: str) -> None:
+    call = job.start(decide_by_logs_of_chief, way)
+    callbacks = [cases.AddsDistance(), *cases.deciding("distance")]
+    expected = keras_fit(small.data(), cases.plain_sgd, epochs=12, validation_data=small.data(), callbacks=callbacks)
+    assert expected.history["distance"] == [3, 2, 1, 2, 3, 4], "the training was stopped"
+    assert expected.history["learning_rate"][0] > expected.history["learning_rate"][-1], "the rate was lowered"
+    for result in call.results():
+        assert_same(result, expected)
+
+
 def stop_on_worker_1(epochs: int, at_step: int | None, at_epoch: int | None) -> Trained:
     callback = cases.Stop(workers.rank() == 1, at_step, at_epoch)
     return trained(cases.initial(), small.data(), epochs=epochs, callbacks=[callback])

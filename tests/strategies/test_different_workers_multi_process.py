@@ -56,7 +56,11 @@ OPTIONS = {
         "tfpar.MultiWorker()",
         "differs from the chief in compression ('None' instead of 'bfloat16').",
     ),
-    "devices": ("tfpar.MultiWorker()", "tfpar.MultiWorker(['CPU:0'])", "number of devices ('1' instead of '2')"),
+    "shares": (
+        "tfpar.MultiWorker(batch_shares=[3, 1])",
+        "tfpar.MultiWorker()",
+        "differs from the chief in batch_shares ('None' instead of '(3, 1)').",
+    ),
     "grids": (
         "tfpar.Hybrid(tfpar.Pipeline(2, 2), 1)",
         "tfpar.Hybrid(tfpar.Pipeline(1, 2), 2)",

@@ -126,7 +126,7 @@ SHARED_BY_WORKERS = [11, 12, 12, 14]
 def test_nccl_is_chosen_where_every_replica_has_a_gpu_of_its_own(
     all_reduce: Any, cards: list[int], expected: str
 ) -> None:
-    assert choose(all_reduce, cards, num_workers=2) == expected
+    assert choose(all_reduce, cards, workers=[0, 0, 1, 1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_nccl_is_refused_where_a_replica_has_no_gpu_of_its_own(cards: list[int],
         "python -m tfpar.launch does, or use all_reduce='auto'."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        choose("nccl", cards, num_workers=2)
+        choose("nccl", cards, workers=[0, 0, 1, 1])
 
 
 @pytest.mark.parametrize(("cards", "expected"), [([11, 12], "nccl"), ([11, 11], "ring")])

@@ -26,6 +26,8 @@ TWO = ["CPU:0", "CPU:1"]
 def test_a_strategy_describes_its_devices() -> None:
     assert tfpar.SingleDevice("CPU:1").describe() == "SingleDevice on CPU:1"
     assert tfpar.Mirrored(TWO).describe() == "Mirrored over 2 replicas on CPU:0, CPU:1"
+    shares = tfpar.Mirrored(TWO, batch_shares=[6, 2]).describe()
+    assert shares == "Mirrored over 2 replicas on CPU:0, CPU:1, batch shares 3 : 1"
     assert tfpar.SingleDevice().num_replicas == 1
     assert tfpar.Mirrored(TWO).num_replicas == 2
 

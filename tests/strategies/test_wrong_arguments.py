@@ -59,6 +59,33 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"shard": "weights", "batch_dependent_layers": "gather"},
         "batch_dependent_layers is for replicas with whole weights",
     ),
+    (tfpar.Mirrored, {"devices": TWO, "batch_shares": [3]}, "a number for each of 2 devices, received [3]. Leave it"),
+    (
+        tfpar.Mirrored,
+        {"devices": TWO, "batch_shares": [1.5, 1]},
+        "received [1.5, 1]. Write [3, 2] where a device",
+    ),
+    (
+        tfpar.Mirrored,
+        {"devices": TWO, "batch_shares": [1, 0]},
+        "must be whole numbers from 1 to 1,000,000, ",
+    ),
+    (
+        tfpar.Mirrored,
+        {"devices": TWO, "shard": "weights", "batch_shares": [3, 1]},
+        "batch_shares is for replicas with whole weights, received batch_shares=[3, 1] with shard='weights'",
+    ),
+    (
+        tfpar.MultiWorker,
+        {"sync": "average", "batch_shares": [3, 1]},
+        "whatever the size of its per-replica batch, received batch_shares=[3, 1]",
+    ),
+    (
+        tfpar.Mirrored,
+        {"devices": TWO, "own_steps": "average", "batch_shares": [3, 1]},
+        'own_steps="average" gives every replica the same weight',
+    ),
+    (tfpar.MultiWorker, {"devices": TWO, "batch_shares": [1, 2, 3]}, "each of 2 devices, received [1, 2, 3]. Leave it"),
     (tfpar.MultiWorker, {"all_reduce": "tree"}, "all_reduce must be 'auto', 'ring' or 'nccl', received 'tree'"),
     (tfpar.MultiWorker, {"all_reduce": "nccl"}, "all_reduce='nccl' needs GPUs"),
     (tfpar.MultiWorker, {"pack_bytes": 0}, "pack_bytes must be at least 1, received 0"),

@@ -226,12 +226,35 @@ def drawn_batches(rank: int) -> dict[str, tf.data.Dataset]:
 # --- callbacks
 
 
-def deciding() -> list[keras.callbacks.Callback]:
+def deciding(monitor: str = "val_loss") -> list[keras.callbacks.Callback]:
     """Return callbacks that lower the learning rate and end the training before its last epoch."""
     return [
-        keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.02),
-        keras.callbacks.EarlyStopping(patience=3, min_delta=0.02, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau(monitor, patience=1, factor=0.5, mode="min", min_delta=0.02),
+        keras.callbacks.EarlyStopping(monitor, patience=3, mode="min", min_delta=0.02, restore_best_weights=True),
     ]
+
+
+class AddsDistance(keras.callbacks.Callback):
+    """Adds the entry `distance` to the logs, and changes `val_loss`.
+
+    Args:
+        adds: Whether it does on this worker.
+    """
+
+    def __init__(self, adds: bool = True) -> None:
+        super().__init__()
+        self._adds = adds
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._adds and logs is not None:
+            logs["distance"] = np.float32(abs(epoch - 2) + 1)
+            logs["val_loss"] = 2 * logs["val_loss"]
+
+
+class AddsDistanceOnChief(AddsDistance):
+    """The same, as a callback that runs on the chief only."""
+
+    chief_only = True
 
 
 class Stop(keras.callbacks.Callback):

@@ -411,9 +411,10 @@ ROWS = [
     _tensorflow(
         "tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended",
         "_initialize_local_devices _initialize_multi_worker _enable_check_health _replica_ctx_all_reduce "
-        "_use_merge_call _get_variable_creator_initial_value",
+        "_use_merge_call _get_variable_creator_initial_value _get_replica_id_in_sync_group _get_local_replica_id "
+        "_num_replicas_in_sync",
         "distribute/collective_all_reduce_strategy",
-        "the same; communication inside of a step only, through tfpar's collectives",
+        "the same; communication inside of a step only, through tfpar's collectives; workers with unequal devices",
     ),
     _tensorflow(
         "",

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -76,10 +76,10 @@ class Job:
 
     Args:
         num_workers: Number of workers.
-        num_cpus: Number of logical CPUs of each worker.
+        num_cpus: Number of logical CPUs of each worker; a sequence if they differ.
     """
 
-    def __init__(self, num_workers: int = 2, num_cpus: int = 2) -> None:
+    def __init__(self, num_workers: int = 2, num_cpus: int | Sequence[int] = 2) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.is_alive = True
         self._num_calls = 0
@@ -87,7 +87,8 @@ class Job:
         self._processes: list[subprocess.Popen[bytes]] = []
         addresses = free_addresses(num_workers)
         for rank in range(num_workers):
-            self._start(tf_config.to_tf_config(addresses, rank), rank, num_cpus)
+            cpus_here = num_cpus if isinstance(num_cpus, int) else num_cpus[rank]
+            self._start(tf_config.to_tf_config(addresses, rank), rank, cpus_here)
 
     def _start(self, place: str, rank: int, num_cpus: int) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
@@ -209,7 +210,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(num_workers: int = 2, num_cpus: int = 2) -> Iterator[Job]:
+def started(num_workers: int = 2, num_cpus: int | Sequence[int] = 2) -> Iterator[Job]:
     """Start a job for one test or one file, and end it with the context."""
     job = Job(num_workers, num_cpus)
     try:

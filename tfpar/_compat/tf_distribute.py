@@ -134,7 +134,7 @@ def communicate_through(
     replace = functools.partial(versions.replace, extended)
 
     def reduce_in_step(reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None) -> Any:
-        replica = tf.distribute.get_replica_context()._replica_id
+        replica = local_replica_id()
         totals = [all_reduce(tensor, replica) for tensor in value]
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             return [total / tf.cast(strategy.num_replicas_in_sync, total.dtype) for total in totals]
@@ -146,6 +146,30 @@ def communicate_through(
         replace(name, tf.distribute.ReductionToOneDevice())
     initial_value = MirroredExtended._get_variable_creator_initial_value
     replace("_get_variable_creator_initial_value", functools.partial(initial_value, extended))
+
+
+def local_replica_id() -> int:
+    """Return the number of the replica in whose context this is called, among those of this process."""
+    return int(tf.distribute.get_replica_context()._replica_id)
+
+
+def number_replicas(strategy: tf.distribute.MultiWorkerMirroredStrategy, first: int, num_replicas: int) -> None:
+    """Assign numbers to the replicas of workers with different numbers of devices.
+
+    TensorFlow 2.21 computes the numbers as if every worker had as many devices as this one
+    (`CollectiveAllReduceExtended` in collective_all_reduce_strategy.py). It sends no messages with them itself.
+
+    Args:
+        strategy: The strategy to change.
+        first: Number of the first local replica among those of all workers.
+        num_replicas: Number of replicas, on all workers together.
+    """
+    extended = strategy.extended
+    versions.replace(extended, "_get_replica_id_in_sync_group", lambda replica: first + replica)
+    versions.replace(extended, "_get_local_replica_id", lambda replica: replica - first)
+    versions.require(extended, "_num_replicas_in_sync")
+    kind = type(extended)
+    extended.__class__ = type(kind.__name__, (kind,), {"_num_replicas_in_sync": num_replicas})
 
 
 def is_summed_on_read(variable: keras.Variable) -> bool:
@@ -183,7 +207,7 @@ def assigning_own_copies() -> Iterator[None]:
         memory, replica = variable._value, tf.distribute.get_replica_context()
         if isinstance(memory, DistributedVariable) and replica is not None:
             copies = memory._distribute_strategy.experimental_local_results(memory)
-            copies[replica._replica_id].assign(tf.cast(value, memory.dtype))
+            copies[local_replica_id()].assign(tf.cast(value, memory.dtype))
             return
         original(variable, value)
 

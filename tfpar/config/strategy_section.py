@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from tfpar.config import toml
 from tfpar.config.sections import A_WEEK_SECONDS, CHANGES_NO_WEIGHT, Count, OrNone, Section, Text
-from tfpar.layout import Layout, ScheduleName
+from tfpar.layout import MAX_SHARE, Layout, ScheduleName
 
 # Larger numbers are mistakes, and trying them would take days or all memory.
 _DeviceCount = Annotated[int, Field(ge=1, le=4096)]
@@ -70,6 +70,13 @@ _ShardOfReplicas = Annotated[
     Field(
         description="Shard the optimizer's state over the replicas, or the weights and gradients too; none: each "
         "holds all of it."
+    ),
+]
+_BatchShares = Annotated[
+    OrNone[Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_SHARE)], ...], Field(min_length=1, strict=False)]],
+    Field(
+        description="Relative sizes of the per-replica batches, such as [3, 1] for devices of different speeds; none: "
+        "equal sizes."
     ),
 ]
 _FormSeconds = Annotated[
@@ -138,6 +145,7 @@ class Mirrored(_StrategySection):
     pack_bytes: _PackBytes = None
     batch_dependent_layers: _BatchDependentLayers = "refuse"
     shard: _ShardOfReplicas = None
+    batch_shares: _BatchShares = None
     own_steps: _OwnSteps = "exact"
 
 
@@ -165,6 +173,7 @@ class MultiWorker(_StrategySection):
     average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
     batch_dependent_layers: _BatchDependentLayers = "refuse"
     shard: _ShardOfReplicas = None
+    batch_shares: _BatchShares = None
     own_steps: _OwnSteps = "exact"
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0

@@ -9,6 +9,7 @@ from tfpar.data.batching.arrays import from_arrays
 from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.batching.batches import (
     class_weights,
+    first_rows,
     has_unknown_size,
     join_batches,
     join_outputs,
@@ -52,6 +53,7 @@ __all__ = [
     "describe",
     "differing_rows",
     "first_batches",
+    "first_rows",
     "from_arrays",
     "global_batches",
     "has_unknown_size",

@@ -23,6 +23,7 @@ class Distributed:
         digest: `(element) -> digest` of the global batch, from `data.batch_digest`; None if no other worker reads it.
         uneven_end: Whether workers may have different numbers of elements, padded with empty batches.
         unknown_end: Whether the number of elements is unknown; then all workers stop when the first runs out.
+        spec: Specification of the examples, equal on all workers; None for that of the elements.
     """
 
     dataset: tf.data.Dataset
@@ -32,3 +33,4 @@ class Distributed:
     digest: Callable[[Any], Any] = lambda element: None
     uneven_end: bool = False
     unknown_end: bool = False
+    spec: Any = None

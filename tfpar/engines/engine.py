@@ -92,13 +92,12 @@ class Engine(abc.ABC):
 
     def preview(self, model: keras.Model, batch: Any, title: str) -> Preview:
         """Return a preview of a step, with a row per device of this worker."""
-        num_local_replicas = max(1, self.num_replicas // self.job.num_workers)
         gradient_bytes = sum(map(num_bytes, model.trainable_variables))
         weight_bytes = sum(map(num_bytes, model.variables)) + gradient_bytes
         rows = tuple(
             ReplicaRow(
                 device=name,
-                num_examples=-(-int(data.num_rows(batch)) // num_local_replicas),
+                num_examples=self._num_examples_on(number, int(data.num_rows(batch))),
                 num_parameters=sum(weight.value.shape.num_elements() for weight in model.weights),
                 state_bytes=weight_bytes + sum(map(num_bytes, self._slots_on(model, number))),
                 gradient_bytes=gradient_bytes,
@@ -106,6 +105,10 @@ class Engine(abc.ABC):
             for number, name in enumerate(self.device_names)
         )
         return Preview(replicas_table(title, rows, self.num_replicas), rows)
+
+    def _num_examples_on(self, device: int, num_examples: int) -> int:
+        """Return how many examples of a local batch a device computes at most, by its index in this process."""
+        return num_examples
 
     def _slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the optimizer variables in the memory of a device, by its index in this process."""
@@ -142,6 +145,12 @@ class Engine(abc.ABC):
     def batch_parts(self) -> tuple[int, str]:
         """Number of parts that compute a global batch, and their noun: "replica" or "micro-batch"."""
         return self.num_replicas, "replica"
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Relative sizes of the parts that compute a global batch."""
+        number, _ = self.batch_parts
+        return (1,) * number
 
     @abc.abstractmethod
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:

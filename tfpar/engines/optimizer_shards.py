@@ -99,10 +99,22 @@ class OptimizerShards:
         communicator: Communicates between the copies of a weight.
         devices: The devices of the replicas of this process. Empty for pipelines and tensor parallelism, which have one
             copy of each weight per process.
+        num_copies: The number of copies of each weight on each worker; None for as many as here.
     """
 
-    def __init__(self, job: Job, communicator: Communicator, devices: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        communicator: Communicator,
+        devices: Sequence[str] = (),
+        num_copies: Sequence[int] | None = None,
+    ) -> None:
         self._job, self._communicator, self._devices = job, communicator, devices
+        self._workers = [  # by the owner
+            rank
+            for rank, copies in enumerate(num_copies or [max(1, len(devices))] * job.num_workers)
+            for _ in range(copies)
+        ]
         self._tables: PerModel[dict[int, int]] = PerModel()
         self._new: PerModel[bool] = PerModel()
         self._is_lent = False
@@ -123,21 +135,14 @@ class OptimizerShards:
         wholes = [sharded_memory.whole_of(weight)[0] for weight in (*_trained(model), *known_weights)]
         weights, known = {id(weight): weight for weight in wholes}, self._tables.get(model) or {}
         if weights.keys() != known.keys():
-            num_owners = self._job.num_workers * self._num_copies
-            known = choose_owners(weights.values(), num_owners, known, _first_device)
+            known = choose_owners(weights.values(), len(self._workers), known, _first_device)
             self._tables[model] = known
         return known
 
-    @property
-    def _num_copies(self) -> int:
-        """The number of copies of each weight in this process."""
-        return max(1, len(self._devices))
-
     def _here(self, model: keras.Model) -> dict[int, int]:
         """Return the local replica that owns each weight of this process, by the weight's `id`."""
-        first = self._job.rank * self._num_copies
-        local = {key: owner - first for key, owner in self.owners(model).items()}
-        return {key: replica for key, replica in local.items() if 0 <= replica < self._num_copies}
+        rank, first = self._job.rank, self._workers.index(self._job.rank)
+        return {key: owner - first for key, owner in self.owners(model).items() if self._workers[owner] == rank}
 
     def prepare(self, model: keras.Model) -> None:
         """Refuse workers that differ in the owners, or in the initial weights if slots start as copies of them.
@@ -201,7 +206,7 @@ class OptimizerShards:
         keras_sharded_updates.check(optimizer)
         owners, here = self.owners(model), self._here(model)
         for slot, weight in keras_optimizer.slots_of_weights(optimizer):
-            rank = owners[id(weight)] // self._num_copies
+            rank = self._workers[owners[id(weight)]]
             keras_sharded_slots.hold(slot, rank, is_held_here=id(weight) in here)
 
     def place_slots(self, model: keras.Model) -> None:

@@ -15,6 +15,7 @@ from tfpar.engines import model_checks, own_steps
 from tfpar.engines.steps.multi_step import StepLoop
 from tfpar.full_precision import full_precision
 from tfpar.loops.agreement import equal_workers
+from tfpar.loops.agreement.chief_logs import share_logs
 from tfpar.loops.agreement.deferred_errors import DeferringCallbacks
 from tfpar.loops.callback_list import callback_list, saves_models
 from tfpar.loops.epoch_iterator import EpochIterator
@@ -182,7 +183,8 @@ class Preparation:
             if kind != "predict":
                 model_checks.check_targets(self._model, targets)
         # Workers with different shapes would create different variables and deadlock.
-        self._strategy.job.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
+        spec = distributed.dataset.element_spec if distributed.spec is None else distributed.spec
+        self._strategy.job.require_equal({"the shapes of the data": _shapes(spec)})
         self._engine.move_model(self._model)  # the user may have compiled it again outside of the scope
         with self._strategy.job.vote(), self.kernels():
             own_steps.prepare(self._model, kind, batch)
@@ -226,6 +228,8 @@ class Preparation:
         with self._strategy.job.vote("A callback"):
             saves = saves_models(callbacks, self._engine.divides_state)
             worker_callbacks = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
+        if add_history:
+            share_logs(worker_callbacks, self._strategy.job)
         return DeferringCallbacks(worker_callbacks, self._strategy, self._model if saves else None, self._read_order)
 
     def validation(

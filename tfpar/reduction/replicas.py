@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpar._compat import tf_distribute
+
 
 def sum_over_replicas(term: tf.Tensor) -> tf.Tensor:
     """Sum a tensor over all replicas; the gradient is summed over all replicas too."""
@@ -62,4 +64,4 @@ def local_replica_id() -> int:
     """Return the number of the traced replica among those of this process, from 0; 0 without a strategy."""
     if not tf.distribute.has_strategy():
         return 0
-    return replica_id() % len(tf.distribute.get_strategy().extended.worker_devices)
+    return tf_distribute.local_replica_id()

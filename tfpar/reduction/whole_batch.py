@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat.models import keras_losses_in_call, keras_model
+from tfpar.data.batching.batches import first_rows
 from tfpar.reduction import text_bytes
 from tfpar.reduction.gradients import row_numbers
 from tfpar.reduction.losses import ALONE, BatchWeights
@@ -296,7 +297,7 @@ class ReplicaRows(RowSource):
     Args:
         num_counted: For each local replica, the number of its examples to count.
         example_weight: The weight of an example; less than 1 if several replicas have the same examples.
-        num_replicas: Number of replicas on all workers.
+        shares: Relative size of the per-replica batch of each replica, on all workers.
         num_examples: The size of the global batch; None if no worker knows it.
         all_gather: Concatenates the rows of all replicas, in order; None sums tensors of the size of the whole batch.
     """
@@ -305,11 +306,11 @@ class ReplicaRows(RowSource):
         self,
         num_counted: Sequence[tf.Tensor],
         example_weight: tf.Tensor,
-        num_replicas: int,
+        shares: Sequence[int],
         num_examples: tf.Tensor | None,
         all_gather: AllGather | None = None,
     ) -> None:
-        self._num_counted, self._example_weight, self._num_replicas = num_counted, example_weight, num_replicas
+        self._num_counted, self._example_weight, self._shares = num_counted, example_weight, shares
         self._num_examples, self._all_gather = num_examples, all_gather
 
     def gather_without_gradient(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -347,7 +348,7 @@ class ReplicaRows(RowSource):
 
     def _texts(self, texts: tf.Tensor) -> tf.Tensor:
         """Return the texts of the whole batch, summed as codes."""
-        length = tf.one_hot(replica_id(), self._num_replicas, dtype=tf.int32) * text_bytes.longest(texts)
+        length = tf.one_hot(replica_id(), len(self._shares), dtype=tf.int32) * text_bytes.longest(texts)
         num_bytes = tf.reduce_max(sum_over_replicas(length))
         return text_bytes.decode(self.gather(text_bytes.encode(texts, num_bytes)))
 
@@ -365,10 +366,10 @@ class ReplicaRows(RowSource):
         if self._num_examples is not None:
             with tf.device("CPU:0"):
                 total = tf.cast(self._num_examples, tf.int64)
-                start = -(-index * total // self._num_replicas)
+                start = first_rows(total, self._shares)[index]
                 return tf.where(self._example_weight < 1, tf.zeros_like(total), start), total
         counts = sum_over_replicas(
-            tf.one_hot(index, self._num_replicas, dtype=tf.int64) * tf.cast(self._num_counted[replica], tf.int64)
+            tf.one_hot(index, len(self._shares), dtype=tf.int64) * tf.cast(self._num_counted[replica], tf.int64)
         )
         # Only replicas of one worker can have the same examples; the first of them counts.
         first = tf.where(self._example_weight < 1, index - replica, index)

@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfpar import cluster, data
 from tfpar._compat import tf_distribute
 from tfpar.engines.optimizer_shards import LocalCommunicator, OptimizerShards
-from tfpar.engines.replicas.replica_engine import ReplicaEngine
+from tfpar.engines.replicas.replica_engine import ReplicaEngine, described_shares
 from tfpar.engines.steps.batches_ahead import HOST
-from tfpar.layout import Layout, Shard, check_shard
+from tfpar.layout import Layout, Shard, check_batch_shares, check_shard, shares_of_replicas
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import replicas
 from tfpar.strategies.base import Strategy
@@ -43,15 +43,18 @@ class Mirrored(Strategy):
             examples. `"gather"`: call such layers with the whole batch on every replica.
         shard: `"optimizer"`: shard the optimizer state over the replicas (ZeRO stages 1 and 2); each gradient is
             summed on one device, without NCCL, hierarchical copies or packs. `"weights"`: also shard weights and
-            gradients (ZeRO stage 3, FSDP); `all_reduce`, `pack_bytes` and `batch_dependent_layers` must keep their
-            defaults. None: replicate everything.
+            gradients (ZeRO stage 3, FSDP); `all_reduce`, `pack_bytes`, `batch_dependent_layers` and `batch_shares` must
+            keep their defaults. None: replicate everything.
+        batch_shares: Relative size of the per-replica batch of each device, such as `[3, 1]` for a device that is three
+            times as fast as the other. None: equal sizes.
         own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
             if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
             `tf.distribute`; a step that compares examples then gives other weights.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
-            run on the devices, or an argument has no effect with `shard`.
+            run on the devices, `batch_shares` does not have a number of at least 1 for each device, or an argument
+            has no effect with `shard`.
 
     Example:
         >>> tfpar.use_logical_cpus(2)
@@ -68,11 +71,13 @@ class Mirrored(Strategy):
         pack_bytes: int | None = None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        batch_shares: Sequence[int] | None = None,
         own_steps: OwnSteps = "exact",
     ) -> None:
         check_choice(batch_dependent_layers)
         check_shard(shard)
-        check_own_steps(own_steps)
+        check_batch_shares(batch_shares)
+        check_own_steps(own_steps, batch_shares)
         names = _resolved(devices)
         if shard == "weights":
             # Imported here: most users of replicas do not need the engine of stages.
@@ -81,6 +86,7 @@ class Mirrored(Strategy):
             check_without_effect("all_reduce", all_reduce, "auto")
             check_without_effect("pack_bytes", pack_bytes, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
+            check_without_effect("batch_shares", batch_shares, None)
             check_without_effect("own_steps", own_steps, "exact")
             super().__init__(Layout(len(names), shard=shard), BlockEngine(names))
             return
@@ -88,11 +94,12 @@ class Mirrored(Strategy):
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
         if shard is not None:
             _check_sums_on_owners(all_reduce, pack_bytes)
+        shares = shares_of_replicas(batch_shares, [1] * len(names))
         operations = _cross_device_ops(all_reduce, names)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         mirrored = tf.distribute.MirroredStrategy(names, operations)
         layout = Layout(len(names), shard=shard if len(names) > 1 else None)
-        engine = MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard)
+        engine = MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard, shares)
         engine.averages_own_steps = own_steps == "average"
         super().__init__(layout, engine)
 
@@ -110,7 +117,8 @@ class Mirrored(Strategy):
 
     def describe(self) -> str:
         """Return a one-line description of the replicas and their devices."""
-        return f"Mirrored over {self.layout.describe(self.device_names)}{averaged_steps(self.engine)}"
+        replicas = self.layout.describe(self.device_names)
+        return f"Mirrored over {replicas}{described_shares(self.engine)}{averaged_steps(self.engine)}"
 
 
 class MirroredReplicas(ReplicaEngine):
@@ -122,6 +130,7 @@ class MirroredReplicas(ReplicaEngine):
         pack_bytes: As for `ReplicaEngine`.
         batch_dependent_layers: As for `ReplicaEngine`.
         shard: `"optimizer"` to shard the optimizer state over the replicas; None to replicate it.
+        shares: As for `ReplicaEngine`.
     """
 
     _merges = chooses_xla = True
@@ -133,9 +142,10 @@ class MirroredReplicas(ReplicaEngine):
         pack_bytes: int | None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        shares: tuple[int, ...] | None = None,
     ) -> None:
         self.devices = devices
-        super().__init__(strategy, pack_bytes, batch_dependent_layers)
+        super().__init__(strategy, pack_bytes, batch_dependent_layers, shares)
         if shard is not None:
             self._shards = OptimizerShards(self.job, LocalCommunicator(), strategy.extended.worker_devices)
 

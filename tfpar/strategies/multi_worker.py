@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from tfpar._compat import tf_distribute
 from tfpar.cluster import tf_config
+from tfpar.engines.replicas.replica_engine import described_shares
 from tfpar.engines.workers.collectives import PACK_BYTES, AllReduce
 from tfpar.engines.workers.worker import addresses_of, config_of_job
 from tfpar.engines.workers.worker_replicas import Compression, Settings, WorkerReplicas
-from tfpar.layout import Layout, Shard, check_shard
+from tfpar.layout import Layout, Shard, check_batch_shares, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
@@ -31,7 +32,7 @@ class MultiWorker(Strategy):
 
     Args:
         devices: Devices of this worker, such as `["GPU:0"]`; None uses all GPUs or, without GPUs, all logical CPUs.
-            Every worker must have the same number of devices.
+            Workers may have different numbers of them.
         all_reduce: Algorithm that sums gradients: `"ring"`, `"nccl"` (GPUs only), or `"auto"`, which is NCCL if every
             replica has a physical GPU of its own, else a ring.
         pack_bytes: Small gradients are sent together in packs of up to this many bytes, larger ones in slices of that
@@ -48,6 +49,9 @@ class MultiWorker(Strategy):
         shard: `"optimizer"`: shard the optimizer state over the replicas of all workers (ZeRO stages 1 and 2).
             `"weights"`: also shard weights and gradients (ZeRO stage 3, FSDP); the first process then runs all steps.
             None: replicate everything.
+        batch_shares: Relative size of the per-replica batch of each device, of all workers by rank; or of the part of
+            each worker, which its devices share equally. `[3, 1]` suits a worker that is three times as fast as the
+            other. None: equal sizes for all devices.
         own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
             if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
             `tf.distribute`; a step that compares examples then gives other weights.
@@ -77,15 +81,17 @@ class MultiWorker(Strategy):
         average_optimizer: bool = True,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        batch_shares: Sequence[int] | None = None,
         own_steps: OwnSteps = "exact",
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
-        preflight.check_sync(sync, every, average_optimizer, compression, shard)
+        preflight.check_sync(sync, every, average_optimizer, compression, shard, batch_shares)
         check_choice(batch_dependent_layers)
         check_shard(shard)
-        check_own_steps(own_steps)
+        check_batch_shares(batch_shares)
+        check_own_steps(own_steps, batch_shares)
         if shard == "weights":
             # Imported here: most users of replicas do not need the engine of stages.
             from tfpar.engines.stages.block_engine import BlockEngine, check_without_effect, devices_of_workers
@@ -94,6 +100,7 @@ class MultiWorker(Strategy):
             check_without_effect("pack_bytes", pack_bytes, None)
             check_without_effect("compression", compression, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
+            check_without_effect("batch_shares", batch_shares, None)
             check_without_effect("own_steps", own_steps, "exact")
             used = devices_of_workers(devices, form_seconds, silence_seconds)
             layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers)
@@ -104,7 +111,7 @@ class MultiWorker(Strategy):
         formed = preflight.form_cluster(job, devices, form_seconds, silence_seconds, name)
         settings = Settings(
             all_reduce, PACK_BYTES if pack_bytes is None else pack_bytes, compression, sync, every, average_optimizer,
-            batch_dependent_layers, shard, own_steps,
+            batch_dependent_layers, shard, None if batch_shares is None else tuple(batch_shares), own_steps,
         )  # fmt: skip
         self._set(WorkerReplicas(formed, addresses_of(job), 0 if job is None else job.rank, settings))
 
@@ -126,6 +133,6 @@ class MultiWorker(Strategy):
             workers = f"MultiWorker over {self.layout.num_workers} worker{'s' * (self.layout.num_workers > 1)}"
             return f"{workers}, {self.layout.describe(self.device_names)}"
         sharded = ", optimizer state sharded" * (self.layout.shard is not None)
-        names = ", ".join(self.device_names)
-        replicas = f"{self.num_replicas} replicas{sharded}{averaged_steps(self.engine)}"
+        shares, names = described_shares(self.engine), ", ".join(self.device_names)
+        replicas = f"{self.num_replicas} replicas{shares}{sharded}{averaged_steps(self.engine)}"
         return f"{workers}, {replicas}; this is worker {self.rank} on {names}"

@@ -44,7 +44,12 @@ def check_options(
 
 
 def check_sync(
-    sync: str, every: int, average_optimizer: bool, compression: str | None, shard: str | None = None
+    sync: str,
+    every: int,
+    average_optimizer: bool,
+    compression: str | None,
+    shard: str | None = None,
+    batch_shares: Sequence[int] | None = None,
 ) -> None:
     """Check that the options of `MultiWorker` are compatible.
 
@@ -66,6 +71,11 @@ def check_sync(
         raise ValueError(
             f"With sync='average' every replica updates its own weights, which takes all of the optimizer's state, and "
             f"shard={shard!r} divides it. Leave one of them out."
+        )
+    if sync == "average" and batch_shares is not None:
+        raise ValueError(
+            "sync='average' gives every replica the same weight in an average, whatever the size of its per-replica "
+            f"batch, received batch_shares={list(batch_shares)}. Leave one of them out."
         )
 
 

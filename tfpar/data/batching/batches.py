@@ -93,7 +93,7 @@ def _multiply(weights: tf.Tensor, sample_weight: tf.Tensor) -> tf.Tensor:
     return weights * sample_weight
 
 
-def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
+def split_batch(batch: Any, num_parts: int, shares: Sequence[int] | None = None) -> tuple[Any, ...]:
     """Split every tensor of a batch along its first axis into consecutive parts, one for each replica.
 
     Part i starts at row `ceil(i * rows / num_parts)`. So sizes differ by at most one, the first part is never smaller
@@ -101,12 +101,14 @@ def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
     then into replicas gives the same parts as one split into all replicas.
 
         7 rows, 2 parts:  0 1 2 3 | 4 5 6          6 rows, 4 parts:  0 1 | 2 | 3 4 | 5
+        7 rows, shares 3 and 1:  0 1 2 3 4 5 | 6
 
     It can be used in `dataset.map`. The parts have static shapes if the number of rows is static.
 
     Args:
         batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
         num_parts: Number of parts.
+        shares: Relative size of each part; None for equal parts.
 
     Returns:
         `num_parts` structures like `batch`. None stays None in each.
@@ -121,8 +123,30 @@ def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
         raise ValueError(f"num_parts must be at least 1, but is {num_parts}.")
     leaves = tf.nest.flatten(batch)
     _check_rows(leaves)
-    parts = [_split_leaf(leaf, num_parts) for leaf in leaves]
+    parts = [_split_leaf(leaf, shares or (1,) * num_parts) for leaf in leaves]
     return tuple(tf.nest.pack_sequence_as(batch, [part[i] for part in parts]) for i in range(num_parts))
+
+
+def first_rows(num_rows: Any, shares: Sequence[int]) -> list[Any]:
+    """Return the first row of each part of a batch, and the number of rows.
+
+    No part is empty if there are at least as many rows as parts.
+
+    Args:
+        num_rows: Number of rows, an integer or a scalar tensor.
+        shares: Relative size of each part.
+
+    >>> first_rows(8, (3, 1)), first_rows(2, (3, 1)), first_rows(7, (1, 1))
+    ([0, 6, 8], [0, 1, 2], [0, 4, 7])
+    """
+    total, num_parts = sum(shares), len(shares)
+    rows = [(before * num_rows + total - 1) // total for before in itertools.accumulate(shares, initial=0)]
+    if len(set(shares)) == 1:  # each part has its row
+        return rows
+    largest, least = (tf.maximum, tf.minimum) if isinstance(num_rows, tf.Tensor) else (max, min)
+    for part in range(1, num_parts):
+        rows[part] = largest(rows[part], rows[part - 1] + 1)
+    return [largest(rows[0], least(row, num_rows - num_parts + part)) for part, row in enumerate(rows)]
 
 
 def take_rows(batch: Any, start: Any, stop: Any) -> Any:
@@ -233,14 +257,13 @@ def _check_rows(leaves: Sequence[Any]) -> None:
         raise ValueError(f"All tensors of a batch must have the same number of rows, but have {sorted(static_rows)}.")
 
 
-def _split_leaf(leaf: Any, num_parts: int) -> list[Any]:
+def _split_leaf(leaf: Any, shares: Sequence[int]) -> list[Any]:
     if leaf is None:
-        return [None] * num_parts
+        return [None] * len(shares)
     rows: Any = leaf.shape[0]
     if rows is None:
         rows = num_rows(leaf)
-    starts = [(i * rows + num_parts - 1) // num_parts for i in range(num_parts + 1)]
-    return [_rows_between(leaf, start, stop) for start, stop in itertools.pairwise(starts)]
+    return [_rows_between(leaf, start, stop) for start, stop in itertools.pairwise(first_rows(rows, shares))]
 
 
 def _rows_between(leaf: Any, start: Any, stop: Any) -> Any:

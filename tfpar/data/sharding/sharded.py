@@ -13,6 +13,7 @@ Streaming.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ class Sharded:
         num_batches = self.cardinality()
         return batches if num_batches < 0 else batches.apply(tf.data.experimental.assert_cardinality(num_batches))
 
-    def local_batches(self, rank: int, num_workers: int) -> tf.data.Dataset:
+    def local_batches(self, rank: int, num_workers: int, batch_shares: Sequence[int] | None = None) -> tf.data.Dataset:
         """Return the local batches of one worker, in the order of the global batches.
 
         The dataset is infinite: after the end of its shards, a worker gets padding batches until no worker has rows,
@@ -104,14 +105,18 @@ class Sharded:
         Args:
             rank: The rank of the worker, from 0.
             num_workers: Number of workers, a divisor of `num_shards`.
+            batch_shares: Relative number of shards of each worker; their sum must divide `num_shards`, after division
+                by their common factor. None for equally many.
 
         Returns:
             A new dataset of `(rows, num_rows)`, `num_rows` an int64 scalar; `tfpar.data.seek` can move it.
 
         Raises:
-            ValueError: If `num_shards` is not a multiple of `num_workers`, or `rank` is out of range.
+            ValueError: If `num_shards` is not a multiple of `num_workers` or of the sum of the shares, or `rank` is out
+                of range.
         """
-        if num_workers < 1 or self.num_shards % num_workers:
+        is_equal = batch_shares is None or len({*batch_shares}) == 1
+        if num_workers < 1 or (is_equal and self.num_shards % num_workers):
             raise ValueError(
                 f"The number of shards must be a multiple of the number of workers, but there are {self.num_shards} "
                 f"shards and {num_workers} workers: use another number of shards (data.num_shards), a multiple of "
@@ -119,9 +124,19 @@ class Sharded:
             )
         if not 0 <= rank < num_workers:
             raise ValueError(f"rank must be from 0 to {num_workers - 1} for {num_workers} workers, but is {rank}.")
-        shards_each = self.num_shards // num_workers
-        own = range(rank * shards_each, (rank + 1) * shards_each)
+        own = self._shards_of(rank, batch_shares or (1,) * num_workers)
         return _ready(shard_batches.pad_with_empty_batches(self._batches(self._shards(own)), self._reserve(own)))
+
+    def _shards_of(self, rank: int, shares: Sequence[int]) -> range:
+        parts = [share // math.gcd(*shares) for share in shares]
+        if self.num_shards % sum(parts):
+            raise ValueError(
+                f"The number of shards must divide as the batch shares of the workers, {' : '.join(map(str, parts))}, "
+                f"but there are {self.num_shards} shards: use another number of shards (data.num_shards), a multiple "
+                f"of {sum(parts)} that divides the global batch size {self.global_batch_size}, or sharding by batch."
+            )
+        each = self.num_shards // sum(parts)
+        return range(each * sum(parts[:rank]), each * sum(parts[: rank + 1]))
 
     def map(self, change: Callable[..., Any]) -> "Sharded":
         """Return the same shards with a function applied to batches, as by `tf.data.Dataset.map`.

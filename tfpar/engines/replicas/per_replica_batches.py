@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -9,18 +10,19 @@ import tensorflow as tf
 from tfpar import data
 
 
-def per_replica_batches(batch: Any, num_examples: tf.Tensor, num_replicas: int, own: slice) -> Any:
+def per_replica_batches(batch: Any, num_examples: tf.Tensor, shares: Sequence[int], own: slice) -> Any:
     """Split a global batch into per-replica batches, and return those of this process.
 
     Args:
         batch: Examples, `[examples, ...]` in any structure.
         num_examples: Size of the global batch, a scalar.
-        num_replicas: Number of per-replica batches.
+        shares: Relative size of each per-replica batch.
         own: Slice of the per-replica batches to return.
 
     Returns:
         `(batches, num_counted, example_weight, num_examples)`, as described in `ReplicaEngine.distribute`.
     """
+    num_replicas = len(shares)
     is_replicated = num_examples < num_replicas
 
     def replicate() -> Any:
@@ -29,7 +31,7 @@ def per_replica_batches(batch: Any, num_examples: tf.Tensor, num_replicas: int, 
         return (batch,) * len(num_counted), tf.stack(num_counted)
 
     def split() -> Any:
-        batches = data.split_batch(batch, num_replicas)[own]
+        batches = data.split_batch(batch, num_replicas, shares)[own]
         return batches, tf.stack(list(map(data.num_rows, batches)))
 
     batches, num_counted = tf.cond(is_replicated, replicate, split)

@@ -18,6 +18,7 @@ from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables
 from tfpar.data import Sharded
 from tfpar.engines.distributed import Distributed
+from tfpar.engines.engine import Engine
 from tfpar.engines.one_device import forward, loss_and_gradients
 from tfpar.engines.replicas import objective_steps
 from tfpar.engines.replicas.gradient_sums import ReplicaGradients, sum_gradients
@@ -77,6 +78,10 @@ class ReplicaEngine(ShardsState):
         strategy: The `tf.distribute` strategy that holds variables and runs functions on the local replicas.
         pack_bytes: Bytes per pack of gradients in an all-reduce; None for TensorFlow's default.
         batch_dependent_layers: "refuse" batch-dependent layers, or "gather" the whole batch for them.
+        shares: Relative size of the per-replica batch of each replica; None for equal sizes.
+
+    Attributes:
+        first_replica: Number of the first local replica among those of all workers.
     """
 
     _compression: str | None = None
@@ -90,6 +95,7 @@ class ReplicaEngine(ShardsState):
         strategy: tf.distribute.Strategy,
         pack_bytes: int | None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
+        shares: tuple[int, ...] | None = None,
     ) -> None:
         keras_variables.convert_replicated_variables()
         self.home = self._strategy = strategy
@@ -99,6 +105,8 @@ class ReplicaEngine(ShardsState):
         self._own_steps: PerModel[dict[str, PartsOfStep]] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
+        self._shares_of_batch = shares or (1,) * self.num_replicas
+        self.first_replica = 0
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that creates variables on all replicas."""
@@ -127,21 +135,32 @@ class ReplicaEngine(ShardsState):
         digest = data.batch_digest(dataset) if self.job.num_workers > 1 else lambda batch: None
 
         def split(batch: Any) -> Any:
-            first = self.job.rank * self._num_local_replicas
-            own = slice(first, first + self._num_local_replicas)
             batch = data.with_equal_rows(batch)
-            return *per_replica_batches(batch, data.num_rows(batch), self.num_replicas, own), digest(batch)
+            return *per_replica_batches(batch, data.num_rows(batch), self.shares, self._local), digest(batch)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
         unknown_end = self.job.num_workers > 1 and data.has_unknown_size(dataset)
-        return Distributed(elements, local_batch, _global_size, unknown_end=unknown_end)
+        spec = elements.element_spec[0][0]
+        return Distributed(elements, local_batch, _global_size, unknown_end=unknown_end, spec=spec)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Relative size of the per-replica batch of each replica, on all workers."""
+        return self._shares_of_batch
+
+    @property
+    def _local(self) -> slice:
+        """The local replicas among those of all workers."""
+        return slice(self.first_replica, self.first_replica + self._num_local_replicas)
+
+    def _num_examples_on(self, device: int, num_examples: int) -> int:
+        shares = self.shares[self._local]
+        return -(-num_examples * shares[device] // sum(shares))
 
     def _runs_of(self, model: keras.Model) -> ReplicaRuns:
         runs = self._runs.get(model)
         if runs is None:
-            runs = ReplicaRuns(
-                self._strategy, self.num_replicas, compiles_calls=self._merges, all_gather=self._all_gather
-            )
+            runs = ReplicaRuns(self._strategy, self.shares, compiles_calls=self._merges, all_gather=self._all_gather)
         return self._runs.setdefault(model, runs)
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
@@ -354,7 +373,13 @@ class ReplicaEngine(ShardsState):
     def assign_replicas(self, variable: keras.Variable, parts: np.ndarray) -> None:
         """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is unchanged."""
         if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
-            assign_local_states(self._strategy, variable, parts[self.job.rank * self._num_local_replicas :])
+            assign_local_states(self._strategy, variable, parts[self._local])
+
+
+def described_shares(engine: Engine) -> str:
+    """Return the shares of replicas for the description of a strategy; empty if they are equal."""
+    shares = engine.shares
+    return f", batch shares {' : '.join(map(str, shares))}" if len({*shares}) > 1 else ""
 
 
 def local_batch(element: Any) -> Any:

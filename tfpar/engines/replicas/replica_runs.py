@@ -31,7 +31,7 @@ class ReplicaRuns:
 
     Args:
         strategy: The `tf.distribute` strategy of the replicas.
-        num_replicas: Number of replicas, on all workers together.
+        shares: Relative size of the per-replica batch of each replica, on all workers.
         compiles_calls: Whether XLA compiles whole calls of a model with `jit_compile`. Between workers this would delay
             the gradients of the last layers and hide their sufficient factors.
         all_gather: Gathers the rows of all replicas; None if the replicas are in one process.
@@ -47,12 +47,12 @@ class ReplicaRuns:
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        num_replicas: int,
+        shares: Sequence[int],
         *,
         compiles_calls: bool,
         all_gather: AllGather | None = None,
     ) -> None:
-        self._strategy, self._num_replicas, self._compiles_calls = strategy, num_replicas, compiles_calls
+        self._strategy, self._shares, self._compiles_calls = strategy, shares, compiles_calls
         self._all_gather = all_gather
         self._generator = random_state.GeneratorOnReplicas(strategy)
         self._compilation: Any = None
@@ -75,7 +75,7 @@ class ReplicaRuns:
         return call(model, inputs, training)
 
     def _compiles_call(self, model: keras.Model, training: bool) -> bool:
-        if not (model.jit_compile and self._compiles_calls and self._num_replicas > 1) or self.gathered.get(training):
+        if not (model.jit_compile and self._compiles_calls and len(self._shares) > 1) or self.gathered.get(training):
             return False
         adds_losses = self.losses is not None and self.losses.adds_losses(training)
         return suits(model) and not adds_losses
@@ -86,7 +86,7 @@ class ReplicaRuns:
         if compilation is None or compilation is self._compilation:
             return
         self._compilation, self._generator = compilation, random_state.GeneratorOnReplicas(self._strategy)
-        has_parts = self._num_replicas > 1 and not objective.objectives_of(model)
+        has_parts = len(self._shares) > 1 and not objective.objectives_of(model)
         self.losses = LossReduction(model) if has_parts else None
 
     def note(self, model: keras.Model, verdict: Verdict, gathered: Sequence[MixingLayer], kind: str) -> None:
@@ -176,7 +176,7 @@ class ReplicaRuns:
             return on_replica(batches[replica], counted_here, fractions[replica], example_weight)
 
         fractions: dict[int, tf.Tensor] = {}
-        settings = (num_counted, example_weight, self._num_replicas, num_examples, self._all_gather)
+        settings = (num_counted, example_weight, self._shares, num_examples, self._all_gather)
         rows = RowsForMeans(*settings, fraction=lambda: fractions[local_replica_id()])
         with self._separate_randomness(), keras_losses.local_losses(), using_rows(rows):
             return self._on_replicas(model, on_own_batch, batches)
@@ -238,7 +238,7 @@ class ReplicaRuns:
     def _rows(
         self, num_counted: Sequence[tf.Tensor], example_weight: tf.Tensor, num_examples: tf.Tensor | None
     ) -> ReplicaRows:
-        return ReplicaRows(num_counted, example_weight, self._num_replicas, num_examples, self._all_gather)
+        return ReplicaRows(num_counted, example_weight, self._shares, num_examples, self._all_gather)
 
     def _on_replicas(self, model: keras.Model, function: Callable[[Sequence[Any]], Any], batches: Sequence[Any]) -> Any:
         """Run a function of the per-replica batches on every replica; without XLA, sizes stay on the host."""

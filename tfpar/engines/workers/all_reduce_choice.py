@@ -11,27 +11,28 @@ from tfpar import cluster
 from tfpar.engines.workers.collectives import AllReduce, Group
 
 
-def agreed(all_reduce: AllReduce, devices: Sequence[str], hosts: Group, num_workers: int) -> Literal["ring", "nccl"]:
+def agreed(all_reduce: AllReduce, devices: Sequence[str], hosts: Group, rank: int) -> Literal["ring", "nccl"]:
     """Choose the all-reduce together with the other workers, which must all call this.
 
     Args:
         all_reduce: The argument of the strategy.
         devices: Devices of the replicas of this worker.
         hosts: A device of each worker.
-        num_workers: Number of workers, each with the same number of replicas.
+        rank: Rank of this worker.
 
     Raises:
         ValueError: As for `choose`.
 
     Example:
-        >>> agreed("auto", ["CPU:0"], Group(["CPU:0"], num_members=1), num_workers=1)
+        >>> agreed("auto", ["CPU:0"], Group(["CPU:0"], num_members=1), rank=0)
         'ring'
     """
-    cards = hosts.all_gather_equal_shapes(tf.constant(cluster.card_numbers(devices), tf.int64))
-    return choose(all_reduce, cards.numpy().tolist(), num_workers)
+    own = tf.constant(cluster.card_numbers(devices), tf.int64)
+    cards, workers = hosts.all_gather([own, tf.fill([len(devices)], rank)])
+    return choose(all_reduce, cards.numpy().tolist(), workers.numpy().tolist())
 
 
-def choose(all_reduce: AllReduce, cards: Sequence[int], num_workers: int) -> Literal["ring", "nccl"]:
+def choose(all_reduce: AllReduce, cards: Sequence[int], workers: Sequence[int]) -> Literal["ring", "nccl"]:
     """Choose the all-reduce for the devices of all replicas.
 
     TensorFlow 2.21 itself uses a ring for `"auto"`, through the memory of the hosts even between GPUs
@@ -40,18 +41,17 @@ def choose(all_reduce: AllReduce, cards: Sequence[int], num_workers: int) -> Lit
     Args:
         all_reduce: The argument of the strategy.
         cards: Number of the physical GPU of each replica, by rank; 0 for a CPU.
-        num_workers: Number of workers, each with the same number of replicas.
+        workers: Rank of the worker of each replica.
 
     Raises:
         ValueError: If `all_reduce="nccl"` and a replica has no GPU of its own.
 
     Example:
-        >>> choose("auto", [17, 29], num_workers=2), choose("auto", [17, 17], num_workers=2)
+        >>> choose("auto", [17, 29], workers=[0, 1]), choose("auto", [17, 17], workers=[0, 1])
         ('nccl', 'ring')
     """
     if all_reduce == "ring":
         return "ring"
-    workers = [replica * num_workers // len(cards) for replica in range(len(cards))]
     problem = _problem(cards, workers)
     if problem is None:
         return "nccl"

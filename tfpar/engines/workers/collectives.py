@@ -46,6 +46,7 @@ class Group:
         pack_bytes: Larger tensors are sent in packs of about this many bytes.
         hosts: Group of the hosts, one member per process, which exchange sizes; None if the members are hosts.
         order: Members in TensorFlow's order, from `order_of_members`; None if it is the same.
+        first: Number of the first member in this process; None if each process has equally many members.
 
     Example:
         >>> group = Group(["CPU:0"], num_members=2)
@@ -61,10 +62,11 @@ class Group:
         pack_bytes: int = PACK_BYTES,
         hosts: Group | None = None,
         order: Sequence[int] | None = None,
+        first: int | None = None,
     ) -> None:
         self.num_members = num_members
         self.order = list(range(num_members)) if order is None else list(order)
-        self.devices, self._hosts = devices, hosts
+        self.devices, self._hosts, self._first = devices, hosts, first
         self._implementation = implementation
         self._pack_bytes = pack_bytes
         self._key = next(_GROUP_KEYS)
@@ -131,11 +133,15 @@ class Group:
         """
         if self._hosts is None:
             return self.all_gather_equal_shapes(sizes[None], member)
-        hosts = self._hosts
+        hosts, first = self._hosts, self._first
 
         def gather(strategy: tf.distribute.Strategy, sizes: Any) -> tf.Tensor:
             with tf.device(HOST):
-                return hosts.all_gather_equal_shapes(tf.stack(strategy.experimental_local_results(sizes)))
+                here = tf.stack(strategy.experimental_local_results(sizes))
+                if first is None:
+                    return hosts.all_gather_equal_shapes(here)
+                others = [[first, self.num_members - first - len(self.devices)], [0, 0]]
+                return hosts.all_reduce(tf.pad(here, others))
 
         return tf.distribute.get_replica_context().merge_call(gather, args=(sizes,))
 

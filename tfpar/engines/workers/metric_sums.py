@@ -20,13 +20,13 @@ class MetricSums:
     Args:
         strategy: The `tf.distribute` strategy of the replicas.
         hosts: A device of each worker.
-        rank: Rank of this worker.
+        first_replica: Number of the first local replica.
         num_replicas: Number of replicas, on all workers together.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, hosts: Group, rank: int, num_replicas: int) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, hosts: Group, first_replica: int, num_replicas: int) -> None:
         self._strategy, self._hosts = strategy, hosts
-        self._rank, self._num_replicas = rank, num_replicas
+        self._first_replica, self._num_replicas = first_replica, num_replicas
 
     def results(self, model: keras.Model, kind: str) -> dict[str, tf.Tensor]:
         """Return the logs of steps of a kind over the examples of all workers, without changing any state."""
@@ -49,7 +49,7 @@ class MetricSums:
         """
         rows = [np.zeros((self._num_replicas, *state.shape[1:]), state.dtype) for state in states]
         for row, state in zip(rows, states, strict=True):  # the rows of other workers are zero, so the sum is a gather
-            row[self._rank * len(state) : (self._rank + 1) * len(state)] = state
+            row[self._first_replica : self._first_replica + len(state)] = state
         return [total.numpy() for total in self._hosts.all_reduce_many(list(map(tf.constant, rows)))]
 
     def assign_local_sum(self, variable: keras.Variable, value: Any) -> None:

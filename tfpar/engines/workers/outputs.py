@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfpar import data
 from tfpar.engines.steps.batches_ahead import HOST
+from tfpar.reduction.replicas import replica_id
 
 
-def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:
+def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf.Tensor, shares: Sequence[int]) -> Any:
     """Return the outputs for the global batch on every replica, in replica context.
 
     Args:
         outputs: Outputs of the calling replica, `[examples, ...]` in any structure.
         example_weight: Weight of an example; less than 1 if every replica computed the whole batch.
         num_examples: Size of the global batch.
-        num_replicas: Number of replicas, on all workers together.
+        shares: Relative size of the per-replica batch of each replica, on all workers.
 
     Raises:
         TypeError: If an output is not a dense tensor.
     """
-    context = tf.distribute.get_replica_context()
-    index = tf.cast(tf.get_static_value(context.replica_id_in_sync_group), tf.int64)
+    index = replica_id()
     with tf.device(HOST):  # the host would wait for sizes on a GPU
-        start = tf.where(example_weight < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
+        start = tf.where(example_weight < 1, tf.zeros_like(num_examples), data.first_rows(num_examples, shares)[index])
 
     def gather(output: Any) -> tf.Tensor:
         """Return the rows of all replicas, or those of the first if every replica computed the whole batch."""

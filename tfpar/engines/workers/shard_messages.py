@@ -20,15 +20,14 @@ class CollectiveCommunicator:
     """Messages between the copies of weights on the workers of a job.
 
     Args:
-        rank: Rank of this worker.
+        first_copy: Number of the first copy of a weight in this process, among those of all.
         hosts: A device of each worker.
-        group_of: Returns the group of the copies of a weight, by the device of the first copy in this process. Each
-            process has the same number of copies.
+        group_of: Returns the group of the copies of a weight, by the device of the first copy in this process.
         pack_bytes: Most bytes of a message with updated weights.
     """
 
-    def __init__(self, rank: int, hosts: Group, group_of: Callable[[str], Group], pack_bytes: int) -> None:
-        self._rank, self._hosts, self._group_of, self._pack_bytes = rank, hosts, group_of, pack_bytes
+    def __init__(self, first_copy: int, hosts: Group, group_of: Callable[[str], Group], pack_bytes: int) -> None:
+        self._first_copy, self._hosts, self._group_of, self._pack_bytes = first_copy, hosts, group_of, pack_bytes
 
     def send(self, weights: Sequence[Copies]) -> None:
         """Send each weight from its owner to all other replicas."""
@@ -43,9 +42,8 @@ class CollectiveCommunicator:
 
     def _send(self, group: Group, weights: Sequence[Copies], dtype: tf.DType) -> None:
         most = max(1, self._pack_bytes // (group.num_members * dtype.size))
-        num_replicas = len(weights[0].memories)
-        first_replica = self._rank * num_replicas
-        received = [_gather(weights, group, replica, first_replica + replica, most) for replica in range(num_replicas)]
+        replicas, first = range(len(weights[0].memories)), self._first_copy
+        received = [_gather(weights, group, replica, first + replica, most) for replica in replicas]
         for replica, spans_by_weight in enumerate(received):
             for index, spans in spans_by_weight.items():
                 memory, after = weights[index].memories[replica], weights[index].after[replica : replica + 1]

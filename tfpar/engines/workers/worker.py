@@ -50,7 +50,7 @@ class Worker(Engine):
 
     def _agreed_all_reduce(self, all_reduce: AllReduce, devices: list[str]) -> Literal["ring", "nccl"]:
         """Choose an all-reduce for all workers, and refuse workers with another choice than the chief's."""
-        chosen = all_reduce_choice.agreed(all_reduce, devices, self._hosts, self.job.num_workers)
+        chosen = all_reduce_choice.agreed(all_reduce, devices, self._hosts, self.job.rank)
         self.job.require_equal({"all_reduce": chosen})
         return chosen
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -23,7 +25,7 @@ from tfpar.engines.workers.metric_sums import MetricSums
 from tfpar.engines.workers.outputs import all_gather_outputs
 from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.worker import Worker
-from tfpar.layout import Shard
+from tfpar.layout import Shard, shares_of_replicas
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective, own_step
 from tfpar.reduction.replicas import local_replica_id
@@ -46,6 +48,7 @@ class Settings(NamedTuple):
     average_optimizer: bool = True
     batch_dependent_layers: BatchDependentLayers = "refuse"
     shard: Shard | None = None
+    batch_shares: tuple[int, ...] | None = None
     own_steps: Literal["exact", "average"] = "exact"
 
 
@@ -57,6 +60,9 @@ class WorkerReplicas(Worker, ReplicaEngine):
         addresses: Addresses of all workers, by rank.
         rank: Rank of this worker.
         settings: Settings, which must be equal on all workers.
+
+    Attributes:
+        num_devices: Number of devices of each worker.
     """
 
     # Between two calls the workers sum metrics and vote on the next call, which takes milliseconds.
@@ -77,21 +83,35 @@ class WorkerReplicas(Worker, ReplicaEngine):
         self._averaging = LocalSGD(settings.every, settings.average_optimizer) if averages else None
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         facts = {name: str(value) for name, value in settings._asdict().items() if name != "all_reduce"}
-        self._connect(addresses, rank, self.devices[0], {"number of devices": str(len(self.devices)), **facts})
-        self._metrics = MetricSums(strategy, self._hosts, self.job.rank, self.num_replicas)
+        self._connect(addresses, rank, self.devices[0], facts)
+        self._number_replicas(settings.batch_shares)
+        self._metrics = MetricSums(strategy, self._hosts, self.first_replica, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = self._agreed_all_reduce(settings.all_reduce, self.device_names)
         devices, num_replicas = strategy.extended.worker_devices, self.num_replicas
-        order = order_of_members(devices, num_replicas, self.job.rank * len(devices))
-        self._replicas = Group(devices, num_replicas, chosen, pack_bytes, self._hosts, order)
+        order = order_of_members(devices, num_replicas, self.first_replica)
+        first = None if len({*self.num_devices}) == 1 else self.first_replica
+        self._replicas = Group(devices, num_replicas, chosen, pack_bytes, self._hosts, order, first)
         self._num_rows: PerModel[float] = PerModel()
         self._uses_factors = self._may_use_factors()
         self.shard = settings.shard if num_replicas > 1 else None
         if self.shard is not None:
             self.divides_state = self.job.num_workers > 1
-            collective = CollectiveCommunicator(self.job.rank, self._hosts, lambda device: self._replicas, pack_bytes)
+            collective = CollectiveCommunicator(
+                self.first_replica, self._hosts, lambda device: self._replicas, pack_bytes
+            )
             communicator = collective if self.divides_state else LocalCommunicator()
-            self._shards = OptimizerShards(self.job, communicator, strategy.extended.worker_devices)
+            self._shards = OptimizerShards(self.job, communicator, devices, self.num_devices)
+
+    def _number_replicas(self, batch_shares: Sequence[int] | None) -> None:
+        """Assign numbers to the replicas of all workers, which may have different numbers of devices."""
+        rank, here = self.job.rank, self._num_local_replicas
+        counts = self.job.sum([here if rank == other else 0 for other in range(self.job.num_workers)])
+        self.num_devices = [int(count) for count in counts]
+        self.num_replicas, self.first_replica = sum(self.num_devices), sum(self.num_devices[:rank])
+        self._shares_of_batch = shares_of_replicas(batch_shares, self.num_devices)
+        if len({*self.num_devices}) > 1:
+            tf_distribute.number_replicas(self._strategy, self.first_replica, self.num_replicas)
 
     def _may_use_factors(self) -> bool:
         """Return True if gradients of Dense kernels may be sent as sufficient factors; equal on all workers."""
@@ -132,12 +152,12 @@ class WorkerReplicas(Worker, ReplicaEngine):
         def split(rows: Any, num_rows: tf.Tensor) -> Any:
             """Split the local batch; padding batches have the weight 0."""
             batches, sizes, example_weight, _ = per_replica_batches(
-                rows, data.num_rows(rows), self._num_local_replicas, slice(None)
+                rows, data.num_rows(rows), self.shares[self._local], slice(None)
             )
             has_rows = num_rows > 0
             return batches, tf.where(has_rows, sizes, 0), tf.where(has_rows, example_weight, 0.0), None, None
 
-        local = dataset.local_batches(self.job.rank, self.job.num_workers)
+        local = dataset.local_batches(self.job.rank, self.job.num_workers, self._shares_of_workers())
         elements = local.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
 
         def global_size(element: Any) -> tf.Tensor:
@@ -146,11 +166,16 @@ class WorkerReplicas(Worker, ReplicaEngine):
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return global_size(upcoming.get_value()) > 0
 
-        return Distributed(elements, local_batch, global_size, has_more, uneven_end=True)
+        spec = elements.element_spec[0][0]
+        return Distributed(elements, local_batch, global_size, has_more, uneven_end=True, spec=spec)
+
+    def _shares_of_workers(self) -> list[int]:
+        ends = itertools.accumulate(self.num_devices)
+        return [sum(self.shares[end - number : end]) for end, number in zip(ends, self.num_devices, strict=True)]
 
     def study(self, model: keras.Model, batch: Any, kind: str) -> None:
         """Study how results of replicas combine into those of the whole batch, alike on all workers."""
-        preflight.check_eager(model, self._num_local_replicas)
+        preflight.check_eager(model, max(self.num_devices))
         if self._averaging is not None and objective.objectives_of(model):
             raise ValueError(
                 f"sync='average' averages one optimizer's state, and {type(model).__name__} has objectives with "
@@ -217,7 +242,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         *batch, _ = batch
 
         def gather(outputs: Any) -> Any:
-            return all_gather_outputs(outputs, batch[2], batch[3], self.num_replicas)
+            return all_gather_outputs(outputs, batch[2], batch[3], self.shares)
 
         return self._runs_of(model).predict(model, batch, gather)[0]
 

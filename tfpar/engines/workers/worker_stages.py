@@ -100,7 +100,7 @@ class WorkerStages(Worker, StageEngine):
 
         def split(batch: Any) -> Any:
             own, num_rows = slice(self.job.rank, self.job.rank + 1), data.num_rows(batch)
-            batches = per_replica_batches(data.with_equal_rows(batch), num_rows, self.job.num_workers, own)
+            batches = per_replica_batches(data.with_equal_rows(batch), num_rows, (1,) * self.job.num_workers, own)
             (local,), num_counted, _, num_examples = batches
             return local, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64), digest(batch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import tensorflow as tf
 
@@ -80,8 +82,9 @@ def _batch_line(run: config.Run, trainer: RunTrainer) -> str:
     if not is_read and data.is_dataset(trainer.train_data):
         return f"as {run.trainer} makes it, over {parts}"
     batch = run.training.global_batch_size
-    share = f"{batch // number}" + (f" to {-(-batch // number)}" if batch % number else "")
-    return f"{batch} examples = {parts} x {share}"
+    rows = itertools.pairwise(data.first_rows(batch, trainer.strategy.engine.shares))
+    sizes = sorted({end - start for start, end in rows})
+    return f"{batch} examples = {parts} x {' to '.join(map(str, [*sizes[:1], *sizes[1:][-1:]]))}"
 
 
 def _options_line(run: config.Run) -> str:
