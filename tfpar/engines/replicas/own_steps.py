@@ -4,8 +4,8 @@
                                                 ├─ scaled, added ┤
     replica 1   step on rows 2 3 ── gradients ──┘                └─ update ── … ── metrics, states, logs
 
-A gradient that is a mean over examples is scaled by the replica's share of the batch before the sum. The optimizer acts
-on the sums, with clipping, accumulation and loss scaling, as in every other step.
+A gradient that is a mean over examples is scaled by the replica's fraction of the batch before the sum. The optimizer
+acts on the sums, with clipping, accumulation and loss scaling, as in every other step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Replica:
     Args:
         example_weight: The weight of an example in losses.
         num_counted: The number of the replica's examples to count.
-        share: Their share of the global batch.
+        fraction: Their fraction of the global batch.
     """
 
-    def __init__(self, example_weight: tf.Tensor, num_counted: tf.Tensor, share: tf.Tensor) -> None:
+    def __init__(self, example_weight: tf.Tensor, num_counted: tf.Tensor, fraction: tf.Tensor) -> None:
         self.example_weight, self.num_counted = example_weight, num_counted
-        self.share = share
-        self._weights = {"mean": share, "sum": tf.cast(num_counted > 0, share.dtype)}
+        self.fraction = fraction
+        self._weights = {"mean": fraction, "sum": tf.cast(num_counted > 0, fraction.dtype)}
         self.num_updates = 0
 
     def weighted(self, value: Any, relation: Relation | None) -> Any:
@@ -91,8 +91,10 @@ class ReplicaStep:
             runs.run_alone(self._model, self._on_replica, batch)
         return tf.zeros([])
 
-    def _on_replica(self, part: Any, num_counted: tf.Tensor, share: tf.Tensor, example_weight: tf.Tensor) -> tf.Tensor:
-        replica = self._replicas[local_replica_id()] = _Replica(example_weight, num_counted, share)
+    def _on_replica(
+        self, part: Any, num_counted: tf.Tensor, fraction: tf.Tensor, example_weight: tf.Tensor
+    ) -> tf.Tensor:
+        replica = self._replicas[local_replica_id()] = _Replica(example_weight, num_counted, fraction)
         before = [tf.identity(variable.value) for variable, _ in self._states]
         logs = own_step.flat_logs(own_step.call(self._model, self._kind, part))
         for (variable, relation), old in zip(self._states, before, strict=True):
@@ -107,7 +109,7 @@ class ReplicaStep:
     def _masked_loss(self, *loss: Any) -> Any:
         replica = self._replicas[local_replica_id()]
         sum_weights = lambda weight: sum_without_gradient(replica.weighted(weight, "sum"))  # noqa: E731
-        return own_step.masked_loss(loss, sum_weights, replica.share)
+        return own_step.masked_loss(loss, sum_weights, replica.fraction)
 
     def _update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Update variables with the gradients of all replicas, in replica context."""
