@@ -16,6 +16,7 @@ from tfpar.engines.replicas.replica_engine import ReplicaEngine
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.layout import Layout, Shard, check_shard
 from tfpar.messages import keyword_arguments
+from tfpar.recomputation.choice import Recompute, check
 from tfpar.reduction import replicas
 from tfpar.strategies.base import Strategy
 from tfpar.study.outputs import BatchDependentLayers, check_choice
@@ -44,8 +45,12 @@ class Mirrored(Strategy):
             summed on one device, without NCCL, hierarchical copies or packs. `"weights"`: also shard weights and
             gradients (ZeRO stage 3, FSDP); `all_reduce`, `pack_bytes` and `batch_dependent_layers` must keep their
             defaults. None: replicate everything.
+        recompute: True: keep only the inputs of layers for the backward pass, which computes them again: less memory
+            for more time, with the same results. A list: only of the layers with these names, patterns or classes,
+            such as `["block_*", keras.layers.MultiHeadAttention]`.
 
     Raises:
+        TypeError: If `recompute` has the wrong type.
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
             run on the devices, or an argument has no effect with `shard`.
 
@@ -64,7 +69,9 @@ class Mirrored(Strategy):
         pack_bytes: int | None = None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        recompute: Recompute = False,
     ) -> None:
+        recompute = check(recompute)
         check_choice(batch_dependent_layers)
         check_shard(shard)
         names = _resolved(devices)
@@ -75,7 +82,8 @@ class Mirrored(Strategy):
             check_without_effect("all_reduce", all_reduce, "auto")
             check_without_effect("pack_bytes", pack_bytes, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
-            super().__init__(Layout(len(names), shard=shard), BlockEngine(names))
+            layout = Layout(len(names), shard=shard, recompute=bool(recompute))
+            super().__init__(layout, BlockEngine(names, recompute=recompute))
             return
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
@@ -84,8 +92,10 @@ class Mirrored(Strategy):
         operations = _cross_device_ops(all_reduce, names)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         mirrored = tf.distribute.MirroredStrategy(names, operations)
-        layout = Layout(len(names), shard=shard if len(names) > 1 else None)
-        super().__init__(layout, MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard))
+        shard = shard if len(names) > 1 else None
+        layout = Layout(len(names), shard=shard, recompute=bool(recompute))
+        engine = MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, shard, recompute)
+        super().__init__(layout, engine)
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
@@ -113,6 +123,7 @@ class MirroredReplicas(ReplicaEngine):
         pack_bytes: As for `ReplicaEngine`.
         batch_dependent_layers: As for `ReplicaEngine`.
         shard: `"optimizer"` to shard the optimizer state over the replicas; None to replicate it.
+        recompute: As for `ReplicaEngine`.
     """
 
     _merges = chooses_xla = True
@@ -124,9 +135,10 @@ class MirroredReplicas(ReplicaEngine):
         pack_bytes: int | None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        recompute: Recompute = False,
     ) -> None:
         self.devices = devices
-        super().__init__(strategy, pack_bytes, batch_dependent_layers)
+        super().__init__(strategy, pack_bytes, batch_dependent_layers, recompute)
         if shard is not None:
             self._shards = OptimizerShards(self.job, LocalCommunicator(), strategy.extended.worker_devices)
 

@@ -15,6 +15,7 @@ from tfpar.engines.workers.worker import addresses_of, config_of_job
 from tfpar.engines.workers.worker_replicas import Compression, Settings, WorkerReplicas
 from tfpar.layout import Layout, Shard, check_shard
 from tfpar.messages import keyword_arguments
+from tfpar.recomputation.choice import Recompute, check
 from tfpar.strategies.base import Strategy
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 from tfpar.workers import preflight
@@ -47,10 +48,14 @@ class MultiWorker(Strategy):
         shard: `"optimizer"`: shard the optimizer state over the replicas of all workers (ZeRO stages 1 and 2).
             `"weights"`: also shard weights and gradients (ZeRO stage 3, FSDP); the first process then runs all steps.
             None: replicate everything.
+        recompute: True: keep only the inputs of layers for the backward pass, which computes them again: less memory
+            for more time, with the same results. A list: only of the layers with these names, patterns or classes,
+            such as `["block_*", keras.layers.MultiHeadAttention]`.
         form_seconds: Time limit for all workers to connect.
         silence_seconds: Time without a heartbeat after which a worker counts as failed.
 
     Raises:
+        TypeError: If `recompute` has the wrong type.
         ValueError: If TF_CONFIG is malformed, this process is an evaluator, or an argument is out of range.
         RuntimeError: If TensorFlow has already started.
         TimeoutError: If a worker does not connect in time; the message contains its address.
@@ -73,11 +78,13 @@ class MultiWorker(Strategy):
         average_optimizer: bool = True,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
+        recompute: Recompute = False,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
         preflight.check_sync(sync, every, average_optimizer, compression, shard)
+        recompute = check(recompute)
         check_choice(batch_dependent_layers)
         check_shard(shard)
         if shard == "weights":
@@ -89,15 +96,15 @@ class MultiWorker(Strategy):
             check_without_effect("compression", compression, None)
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
             used = devices_of_workers(devices, form_seconds, silence_seconds)
-            layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers)
-            super().__init__(layout, BlockEngine(used.names, used.watch))
+            layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers, recompute=bool(recompute))
+            super().__init__(layout, BlockEngine(used.names, used.watch, recompute))
             return
         job = config_of_job("MultiWorker")
         name = preflight.named("MultiWorker", shard)
         formed = preflight.form_cluster(job, devices, form_seconds, silence_seconds, name)
         settings = Settings(
             all_reduce, PACK_BYTES if pack_bytes is None else pack_bytes, compression, sync, every, average_optimizer,
-            batch_dependent_layers, shard,
+            batch_dependent_layers, shard, recompute,
         )  # fmt: skip
         self._set(WorkerReplicas(formed, addresses_of(job), 0 if job is None else job.rank, settings))
 
@@ -110,7 +117,13 @@ class MultiWorker(Strategy):
         return multi_worker
 
     def _set(self, engine: WorkerReplicas) -> None:
-        super().__init__(Layout(engine.num_replicas, shard=engine.shard, num_workers=engine.job.num_workers), engine)
+        layout = Layout(
+            engine.num_replicas,
+            shard=engine.shard,
+            num_workers=engine.job.num_workers,
+            recompute=bool(engine.recompute),
+        )
+        super().__init__(layout, engine)
 
     def describe(self) -> str:
         """Return a one-line description of the job and of this worker's devices."""
@@ -118,6 +131,8 @@ class MultiWorker(Strategy):
         if self.layout.shard == "weights":
             workers = f"MultiWorker over {self.layout.num_workers} worker{'s' * (self.layout.num_workers > 1)}"
             return f"{workers}, {self.layout.describe(self.device_names)}"
-        sharded = ", optimizer state sharded" * (self.layout.shard is not None)
+        sharded = (
+            ", optimizer state sharded" * (self.layout.shard is not None) + ", recomputing" * self.layout.recompute
+        )
         names = ", ".join(self.device_names)
         return f"{workers}, {self.num_replicas} replicas{sharded}; this is worker {self.rank} on {names}"

@@ -25,6 +25,7 @@ from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.worker import Worker
 from tfpar.layout import Shard
 from tfpar.per_model import PerModel
+from tfpar.recomputation.choice import Recompute
 from tfpar.reduction import objective
 from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.verdict import Verdict
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
     average_optimizer: bool = True
     batch_dependent_layers: BatchDependentLayers = "refuse"
     shard: Shard | None = None
+    recompute: Recompute = False
 
 
 class WorkerReplicas(Worker, ReplicaEngine):
@@ -69,7 +71,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         settings: Settings,
     ) -> None:
         pack_bytes = settings.pack_bytes
-        super().__init__(strategy, pack_bytes, settings.batch_dependent_layers)
+        super().__init__(strategy, pack_bytes, settings.batch_dependent_layers, settings.recompute)
         self._compression, self.steps_multiple = settings.compression, settings.every
         averages = settings.sync == "average"
         self._averaging = LocalSGD(settings.every, settings.average_optimizer) if averages else None
