@@ -65,6 +65,13 @@ _ShardOfReplicas = Annotated[
         "holds all of it."
     ),
 ]
+_Recompute = Annotated[
+    bool | _LayerNames,
+    Field(
+        description="Recompute activations in the backward pass instead of saving them; or only those of the layers "
+        'with these names or patterns, such as ["block_*"].'
+    ),
+]
 _FormSeconds = Annotated[
     float, Field(gt=0, le=A_WEEK_SECONDS, description="With several workers: longest wait until all are connected.")
 ]
@@ -113,6 +120,7 @@ class SingleDevice(_StrategySection):
 
     kind: Literal["single_device"] = Field("single_device", description="How the model is trained.")
     device: OrNone[_Device] = Field(None, description='The device, such as "GPU:1"; none: the choice of TensorFlow.')
+    recompute: _Recompute = False
 
 
 class Mirrored(_StrategySection):
@@ -131,6 +139,7 @@ class Mirrored(_StrategySection):
     pack_bytes: _PackBytes = None
     batch_dependent_layers: _BatchDependentLayers = "refuse"
     shard: _ShardOfReplicas = None
+    recompute: _Recompute = False
 
 
 class MultiWorker(_StrategySection):
@@ -157,6 +166,7 @@ class MultiWorker(_StrategySection):
     average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
     batch_dependent_layers: _BatchDependentLayers = "refuse"
     shard: _ShardOfReplicas = None
+    recompute: _Recompute = False
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
 
@@ -278,6 +288,7 @@ def layout_of(strategy: Strategy) -> Layout:
     """
     own = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(Layout)
            if field.name in type(strategy).model_fields}  # fmt: skip
+    own["recompute"] = bool(own.get("recompute"))
     if isinstance(strategy, Mirrored | MultiWorker):
         own["num_replicas"] = len(strategy.devices or ()) or strategy.num_logical_cpus
     elif isinstance(strategy, Auto):  # the planner may use fewer logical CPUs

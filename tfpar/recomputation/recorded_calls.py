@@ -147,7 +147,7 @@ def _noting_gradients(outputs: Any, noted: list[tf.Tensor]) -> Any:
 def _tensors(outputs: Any) -> list[tf.Tensor]:
     """Return the tensors of a layer's outputs; for probabilities also their logits, which the loss reads."""
     leaves = tf.nest.flatten(outputs, expand_composites=True)
-    leaves += [getattr(leaf, "_keras_logits", None) for leaf in keras.tree.flatten(outputs)]
+    leaves += map(keras_model.logits_of, keras.tree.flatten(outputs))
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)]
 
 

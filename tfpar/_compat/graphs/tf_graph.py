@@ -66,7 +66,7 @@ def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
     attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
     types = [tensor.dtype for tensor in op.outputs]
     with tf.device(op.device):
-        copy: tf.Operation = op.graph.create_op(op.type, inputs, types, name=f"{op.name}_again", attrs=attributes)
+        copy: tf.Operation = op.graph.create_op(op.type, inputs, types, name=f"{op.name}/again", attrs=attributes)
     return copy
 
 

@@ -235,6 +235,11 @@ def copy_annotations(tensor: tf.Tensor, copied: tf.Tensor) -> None:
         backend.set_keras_mask(copied, mask)
 
 
+def logits_of(tensor: Any) -> Any:
+    """Return the logits that Keras has attached to probabilities; None for another tensor."""
+    return getattr(tensor, "_keras_logits", None)
+
+
 def _copy_logits(tensor: tf.Tensor, copied: tf.Tensor) -> None:
-    if hasattr(tensor, "_keras_logits"):
-        copied._keras_logits = tensor._keras_logits
+    if (logits := logits_of(tensor)) is not None:
+        copied._keras_logits = logits
