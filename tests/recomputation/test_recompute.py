@@ -57,7 +57,8 @@ def model_of(inner: Callable[[], list[keras.layers.Layer]], mode: str | None = N
         settings = {"layer_names": ["block_0", "block_1"]} if mode == "list_of_layers" else {}
         with keras.RematScope(mode=mode, **settings):
             layers += [keras.layers.Dense(6, "gelu", name="end")]
-        for layer in layers[:2]:
+        # In mode "larger_than" Keras calls a layer once more for its size, which must not add losses there.
+        for layer in layers[:2] if mode != "larger_than" else []:
             layer._remat_mode = layers[2]._remat_mode  # as built in the scope, without Keras' own call of it
         model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), keras.layers.Dense(8), *layers])
         model.add(keras.layers.Dense(parity_cases.NUM_CLASSES, "softmax"))
