@@ -30,6 +30,7 @@ from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
 from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
 from benchmarks.process import WorkerError
+from benchmarks.recomputation import RECOMPUTATION
 from benchmarks.report import machine_table, print_result
 from benchmarks.restart import RESTART
 from benchmarks.results import ResultFile
@@ -64,6 +65,7 @@ ALL = {
         all_reduce.ALL_REDUCE,
         RESTART,
         SHARDS,
+        RECOMPUTATION,
         TENSOR_PARALLEL,
         VOCABULARY_LOSS,
         PARITY_TABLE,

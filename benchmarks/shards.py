@@ -29,6 +29,7 @@ class Shards:
         num_replicas: Logical CPUs of each process.
         num_steps: Steps of the timed call of `fit`.
         num_workers: Processes.
+        recompute: The argument of `tfpar.Mirrored` and `tfpar.MultiWorker`.
     """
 
     workload: Workload
@@ -36,6 +37,7 @@ class Shards:
     num_replicas: int
     num_steps: int
     num_workers: int = 1
+    recompute: bool = False
 
 
 def measure(setting: Shards) -> Output:

@@ -36,14 +36,16 @@ _WORKLOADS = {"updates": lambda: _dense(2048), "tiny": lambda: _dense(8), "trans
 
 
 def run(
-    workload: str, shard: Any, num_replicas: int, num_steps: int, num_workers: int, rank: int, addresses: list[str]
-) -> dict[str, float]:
+    workload: str, shard: Any, num_replicas: int, num_steps: int, num_workers: int, recompute: bool, rank: int,
+    addresses: list[str],
+) -> dict[str, float]:  # fmt: skip
     """Train, and return the figures of `benchmarks.shards.measure`."""
     if addresses:
         os.environ["TF_CONFIG"] = tf_config.to_tf_config(addresses, rank)
     tfpar.use_logical_cpus(num_replicas)
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    strategy = tfpar.MultiWorker(shard=shard) if num_workers > 1 else tfpar.Mirrored(shard=shard)
+    kind = tfpar.MultiWorker if num_workers > 1 else tfpar.Mirrored
+    strategy = kind(shard=shard, recompute=recompute)
     examples_of_batch = tf.zeros([])
 
     def build() -> keras.Model:

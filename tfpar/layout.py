@@ -34,7 +34,7 @@ class Layout:
         num_stages: Stages per replica; 1 for no pipeline.
         num_microbatches: Micro-batches per per-replica batch.
         schedule: Order of the actions of a pipeline.
-        recompute: Whether a pipeline recomputes activations in the backward pass.
+        recompute: Whether activations are recomputed in the backward pass.
         shard: What is sharded over the replicas: `"optimizer"` for the optimizer state, `"weights"` for weights and
             gradients too; None for nothing.
         num_shards: Devices per stage; 1 for no tensor parallelism.
@@ -148,12 +148,12 @@ class Layout:
         if self._has_stages:
             settings |= {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
             settings |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
-            settings |= {"recompute": True} if self.recompute else {}
             settings |= {"across_workers": True} if self.across_workers else {}
         if self.num_shards > 1:
             settings |= {"num_shards": self.num_shards}
         if self.kind in ("hybrid", "tensor_parallel") and self.replicas_per_worker > 1:
             settings |= {"num_replicas": self.replicas_per_worker}
+        settings |= {"recompute": True} if self.recompute else {}
         return settings | ({"shard": self.shard} if self.shard is not None else {})
 
     def settings_on(self, devices: Sequence[str]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Layout:
         text = f"{' of '.join(parts)} on {', '.join(labels)}"
         if self._has_stages:
             text += f", {_count(self.num_microbatches, 'micro-batch', 'es')}, {self.schedule}"
-            text += ", recomputing" * self.recompute
+        text += ", recomputing" * self.recompute
         sharded = {None: "", "optimizer": ", optimizer state sharded", "weights": ", weights sharded"}
         return text + sharded[self.shard]
 
@@ -227,21 +227,22 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the layout as a constructor call, for tables."""
+        recompute = ["recompute"] * self.recompute
         shard = [f'shard="{self.shard}"'] if self.shard else []
         workers = [f"workers={self.num_workers}"] if self.num_workers > 1 else []
         if self._has_stages:
             options = [f'"{self.schedule}"'] if self.schedule != "1f1b" else []
-            options += ["recompute"] if self.recompute else []
+            options += recompute
             options += ["across_workers", *workers] if self.across_workers else []
             replica = f"Pipeline({', '.join([str(self.num_stages), str(self.num_microbatches), *options])})"
         elif self.num_shards > 1:
             replica = f"TensorParallel({self.num_shards})"
         elif self.num_workers > 1:
-            return f"MultiWorker({', '.join([str(self.num_replicas), *shard])})"
+            return f"MultiWorker({', '.join([str(self.num_replicas), *recompute, *shard])})"
         elif self.num_replicas > 1:
-            return f"Mirrored({', '.join([str(self.num_replicas), *shard])})"
+            return f"Mirrored({', '.join([str(self.num_replicas), *recompute, *shard])})"
         else:
-            return "SingleDevice"
+            return f"SingleDevice{'(recompute)' * self.recompute}"
         if self.num_replicas == 1:
             return replica
         rest = shard if self.across_workers else [*shard, *workers]

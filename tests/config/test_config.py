@@ -390,8 +390,9 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             "out, or set one of these kinds.",
         ),
         (
-            ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.recompute=true"],
-            'strategy.recompute = true is a setting of strategy.kind = "pipeline" or "hybrid", received "mirrored": ',
+            ["strategy.kind=tensor_parallel", "strategy.num_shards=2", "strategy.recompute=true"],
+            'strategy.recompute = true is a setting of strategy.kind = "single_device", "mirrored", "multi_worker", '
+            '"pipeline" or "hybrid", received "tensor_parallel": ',
         ),
         ([*PIPELINE, "strategy.all_reduce=nccl"], 'strategy.all_reduce = "nccl" is a setting of strategy.kind = "mi'),
         ([*PIPELINE, "strategy.sync=average"], 'strategy.sync = "average" is a setting of strategy.kind = "multi_w'),

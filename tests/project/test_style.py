@@ -32,7 +32,7 @@ LADDER = [
         "process_lock",
         "pipeline.schedule",
     ],
-    ["placement"],
+    ["placement", "recomputation"],
     ["callbacks", "commands", "config", "data.batching"],
     ["__main__", "cluster", "data.sharding"],
     ["cluster.rendezvous", "data.sources", "job", "launcher"],

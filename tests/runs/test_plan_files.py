@@ -21,7 +21,7 @@ GPUS = PlanDevices(("GPU:0", "GPU:1"))
 LAYOUTS = [ONE, TWO, dataclasses.replace(TWO, shard="optimizer"), Layout(1, 2, 4), Layout(num_shards=2)]
 SECTIONS = [
     "",
-    'kind = "mirrored"\nshard = "weights"\nnum_logical_cpus = 2',
+    'kind = "mirrored"\nshard = "weights"\nnum_logical_cpus = 2\nrecompute = ["dense*"]',
     'kind = "pipeline"\nnum_stages = 2\nnum_microbatches = 4\nnum_shards = 2\nschedule = "gpipe"\nrecompute = true',
     'kind = "hybrid"\nnum_replicas = 2\nnum_stages = 2\nnum_microbatches = 2\nallow_batch_dependent_layers = true',
     'kind = "tensor_parallel"\nnum_shards = 4\nnum_replicas = 2',

@@ -139,7 +139,8 @@ ROWS = [
         _LAYER,
         "layers at every depth with their losses, metrics and random state",
     ),
-    _keras("a layer", "_remat_mode", "ops/operation", "a layer of a keras.RematScope reads its weights twice"),
+    _keras("a layer", "_remat_mode", "ops/operation", "layers of a keras.RematScope are recomputed as others are"),
+    _keras("keras.src.backend.common.remat", "remat RematMode", "backend/common/remat", "the same"),
     _keras("keras.src.layers.layer", "CallContext Node", _LAYER, "a model is read as a graph"),
     _keras(
         "keras.src.backend.common.global_state",
@@ -474,6 +475,12 @@ ROWS = [
         "framework/auto_control_deps",
         "the gradient of a layer's weights before that of its inputs",
     ),
+    _tensorflow(
+        "tensorflow.python.framework.ops.Operation",
+        "_update_input",
+        "framework/ops",
+        "the backward pass reads recomputed activations",
+    ),
     _tensorflow("tensorflow.python.framework.ops.Operation", "_set_device", "framework/ops", "the device of constants"),
     _tensorflow(
         "tensorflow.python.distribute.numpy_dataset",
@@ -599,6 +606,7 @@ ROWS = [
 # Strings that are no attributes: of the graph optimizer (function_optimizer.cc), and of the layer call around an
 # operation (keras/src/layers/layer.py).
 NO_ATTRIBUTES = {
+    "_class",
     "_noinline",
     "_nospecialize",
     "_grappler_ArithmeticOptimizer_AddOpsRewriteStage",

@@ -79,6 +79,13 @@ _BatchShares = Annotated[
         "equal sizes."
     ),
 ]
+_Recompute = Annotated[
+    bool | _LayerNames,
+    Field(
+        description="Recompute activations in the backward pass instead of saving them; or only those of the layers "
+        'with these names or patterns, such as ["block_*"].'
+    ),
+]
 _FormSeconds = Annotated[
     float, Field(gt=0, le=A_WEEK_SECONDS, description="With several workers: longest wait until all are connected.")
 ]
@@ -127,6 +134,7 @@ class SingleDevice(_StrategySection):
 
     kind: Literal["single_device"] = Field("single_device", description="How the model is trained.")
     device: OrNone[_Device] = Field(None, description='The device, such as "GPU:1"; none: the choice of TensorFlow.')
+    recompute: _Recompute = False
 
 
 class Mirrored(_StrategySection):
@@ -147,6 +155,7 @@ class Mirrored(_StrategySection):
     shard: _ShardOfReplicas = None
     batch_shares: _BatchShares = None
     own_steps: _OwnSteps = "exact"
+    recompute: _Recompute = False
 
 
 class MultiWorker(_StrategySection):
@@ -175,6 +184,7 @@ class MultiWorker(_StrategySection):
     shard: _ShardOfReplicas = None
     batch_shares: _BatchShares = None
     own_steps: _OwnSteps = "exact"
+    recompute: _Recompute = False
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
 
@@ -296,6 +306,7 @@ def layout_of(strategy: Strategy) -> Layout:
     """
     own = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(Layout)
            if field.name in type(strategy).model_fields}  # fmt: skip
+    own["recompute"] = bool(own.get("recompute"))
     if isinstance(strategy, Mirrored | MultiWorker):
         own["num_replicas"] = len(strategy.devices or ()) or strategy.num_logical_cpus
     elif isinstance(strategy, Auto):  # the planner may use fewer logical CPUs

@@ -23,6 +23,7 @@ from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.engines.steps.multi_step import SECONDS_PER_CALL
 from tfpar.job import Job
 from tfpar.placement.owners import num_bytes
+from tfpar.recomputation.choice import Recompute
 from tfpar.reduction import metric_logs
 from tfpar.reduction.own_step import PartsOfStep
 from tfpar.reduction.verdict import Verdict
@@ -59,6 +60,7 @@ class Engine(abc.ABC):
         averages_own_steps: Whether it averages the results of replicas that run an own step, without a study.
         divides_state: Whether each worker holds only a shard of the optimizer state (see `whole_state`).
         cuts_model: Whether the model is cut into stages, each with its own forward and backward pass.
+        recompute: The layers whose activations the backward pass computes again (see `tfpar.recomputation.choice`).
         step_again: `(model, kind, element)` repeats a failed step to find its error; None where TensorFlow reports it.
     """
 
@@ -74,6 +76,7 @@ class Engine(abc.ABC):
     # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
     divides_state: bool = False
     cuts_model: bool = False
+    recompute: Recompute = False
     step_again: Callable[[keras.Model, str, Any], None] | None = None
 
     @functools.cached_property

@@ -16,6 +16,7 @@ from tfpar._compat.variables import keras_variables
 from tfpar.engines import own_steps
 from tfpar.engines.single_replica import SingleReplica
 from tfpar.engines.steps.batches_ahead import StepBatch
+from tfpar.recomputation.choice import Recompute
 from tfpar.reduction import metric_logs, objective, own_step
 from tfpar.reduction.gradients.update_order import after_reads
 from tfpar.reduction.losses import BatchWeights
@@ -26,13 +27,14 @@ class OneDevice(SingleReplica):
 
     Args:
         device: Device name; None leaves the placement to TensorFlow.
+        recompute: The layers to recompute.
     """
 
     chooses_xla = True
     runs_own_steps = True
 
-    def __init__(self, device: str | None) -> None:
-        self.device = device
+    def __init__(self, device: str | None, recompute: Recompute = False) -> None:
+        self.device, self.recompute = device, recompute
 
     def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that places variables on the device, if it has a name."""
@@ -139,7 +141,7 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
         the optimizer; None for a variable without a gradient.
     """
     loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
-    return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
+    return loss, outputs, after_reads(gradients, (loss, outputs))
 
 
 def loss_and_gradients(

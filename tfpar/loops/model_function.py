@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import process_lock, xla_choice
-from tfpar._compat.models import keras_functions, keras_model
+from tfpar._compat.models import keras_functions, keras_model, keras_remat
 from tfpar.engines import model_checks
 from tfpar.loops import model_methods
 from tfpar.strategies import Strategy, model_scopes
@@ -33,6 +33,7 @@ def make_model(build_model: ModelOrFunction, strategy: Strategy, seed: int | Non
             another worker.
     """
     keras_functions.trace_again_after_moves()
+    keras_remat.leave_to_tfpar()
     name = None if isinstance(build_model, keras.Model) else "The model function"
     with process_lock.ProcessLock(kept=True), strategy.job.vote(name):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
@@ -48,7 +49,7 @@ def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: in
         keras.utils.set_random_seed(seed)
     refused = model_methods.refused_in_model_function(strategy)
     resolving = keras_model.resolving_jit_compile(xla_choice.resolver(strategy.engine))
-    with strategy.engine.creation_scope(), resolving, refused:
+    with strategy.engine.creation_scope(), resolving, refused, keras_remat.called_once():
         model = build_model()
     model_checks.check_model(model)
     for method in ("fit", "evaluate", "predict"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -14,11 +14,13 @@ import tensorflow as tf
 from tfpar import kernels, xla_choice
 from tfpar._compat import tf_determinism
 from tfpar._compat.graphs import tf_function, tf_layout
-from tfpar._compat.models import keras_model
+from tfpar._compat.models import keras_model, keras_remat
 from tfpar._compat.variables import keras_variables
 from tfpar.engines.engine import Engine
 from tfpar.engines.steps import launched_steps, multi_step
 from tfpar.engines.steps.hidden_errors import revealed
+from tfpar.recomputation.backward_copies import recomputing
+from tfpar.recomputation.choice import chosen
 from tfpar.strategies import Distributed
 
 
@@ -49,9 +51,12 @@ class StepFunctions:
         self._inputs: dict[str, str] = {}
         self._trained: _Trained | None = None  # set by the first trace of a train step since `compile`
 
-    def kernels(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
         """Return the context in which steps are traced, with fused kernels unless XLA is used."""
-        return kernels.fused() if self._fused and not self._model.jit_compile else contextlib.nullcontext()
+        fuses = self._fused and not self._model.jit_compile
+        with keras_remat.called_once(), kernels.fused() if fuses else contextlib.nullcontext():
+            yield
 
     def once(self, kind: str, compile_it: Callable[[], Any], inputs: str = "") -> Any:
         """Compile a function once, until the model is compiled again, has other weights, or its variables are moved.
@@ -131,7 +136,9 @@ class StepFunctions:
         run_step = engine.train_step if kind == "train" else engine.evaluate_step
 
         def step(batch: Any) -> tf.Tensor:
-            with self.kernels():
+            # Stages repeat operations by themselves.
+            layers = [] if kind != "train" or engine.cuts_model else chosen(model, engine.recompute)
+            with self.kernels(), recomputing(layers, bool(model.jit_compile)):
                 return run_step(model, batch)
 
         def logs() -> dict[str, tf.Tensor]:

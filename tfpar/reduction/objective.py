@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat.models import keras_metrics, keras_model
+from tfpar._compat.models import keras_metrics
 from tfpar._compat.random_numbers import random_state
 from tfpar.reduction import own_step
 from tfpar.reduction.gradients.update_order import after_reads
@@ -211,7 +211,7 @@ def forward_backward(
         counts: The sizes of the per-replica and the global batch.
     """
     loss, gradients = loss_and_gradients(model, objective, batch, counts)
-    return loss, after_reads(gradients, loss, keras_model.recomputes(model))
+    return loss, after_reads(gradients, loss)
 
 
 def loss_and_gradients(

@@ -16,6 +16,7 @@ from tfpar.engines.replicas.replica_engine import ReplicaEngine, described_share
 from tfpar.engines.steps.batches_ahead import HOST
 from tfpar.layout import Layout, Shard, check_batch_shares, check_shard, shares_of_replicas
 from tfpar.messages import keyword_arguments
+from tfpar.recomputation.choice import Recompute, check
 from tfpar.reduction import replicas
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
@@ -50,8 +51,12 @@ class Mirrored(Strategy):
         own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
             if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
             `tf.distribute`; a step that compares examples then gives other weights.
+        recompute: True: keep only the inputs of layers for the backward pass, which computes them again: less memory
+            for more time, with the same results. A list: only of the layers with these names, patterns or classes,
+            such as `["block_*", keras.layers.MultiHeadAttention]`.
 
     Raises:
+        TypeError: If `recompute` has the wrong type.
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
             run on the devices, `batch_shares` does not have a number of at least 1 for each device, or an argument
             has no effect with `shard`.
@@ -73,7 +78,9 @@ class Mirrored(Strategy):
         shard: Shard | None = None,
         batch_shares: Sequence[int] | None = None,
         own_steps: OwnSteps = "exact",
+        recompute: Recompute = False,
     ) -> None:
+        recompute = check(recompute)
         check_choice(batch_dependent_layers)
         check_shard(shard)
         check_batch_shares(batch_shares)
@@ -88,7 +95,8 @@ class Mirrored(Strategy):
             check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
             check_without_effect("batch_shares", batch_shares, None)
             check_without_effect("own_steps", own_steps, "exact")
-            super().__init__(Layout(len(names), shard=shard), BlockEngine(names))
+            layout = Layout(len(names), shard=shard, recompute=bool(recompute))
+            super().__init__(layout, BlockEngine(names, recompute=recompute))
             return
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
@@ -98,8 +106,9 @@ class Mirrored(Strategy):
         operations = _cross_device_ops(all_reduce, names)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         mirrored = tf.distribute.MirroredStrategy(names, operations)
-        layout = Layout(len(names), shard=shard if len(names) > 1 else None)
-        engine = MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, layout.shard, shares)
+        shard = shard if len(names) > 1 else None
+        layout = Layout(len(names), shard=shard, recompute=bool(recompute))
+        engine = MirroredReplicas(mirrored, names, pack_bytes, batch_dependent_layers, shard, shares, recompute)
         engine.averages_own_steps = own_steps == "average"
         super().__init__(layout, engine)
 
@@ -131,6 +140,7 @@ class MirroredReplicas(ReplicaEngine):
         batch_dependent_layers: As for `ReplicaEngine`.
         shard: `"optimizer"` to shard the optimizer state over the replicas; None to replicate it.
         shares: As for `ReplicaEngine`.
+        recompute: As for `ReplicaEngine`.
     """
 
     _merges = chooses_xla = True
@@ -143,9 +153,10 @@ class MirroredReplicas(ReplicaEngine):
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shard: Shard | None = None,
         shares: tuple[int, ...] | None = None,
+        recompute: Recompute = False,
     ) -> None:
         self.devices = devices
-        super().__init__(strategy, pack_bytes, batch_dependent_layers, shares)
+        super().__init__(strategy, pack_bytes, batch_dependent_layers, shares, recompute)
         if shard is not None:
             self._shards = OptimizerShards(self.job, LocalCommunicator(), strategy.extended.worker_devices)
 

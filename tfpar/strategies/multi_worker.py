@@ -16,6 +16,7 @@ from tfpar.engines.workers.worker import addresses_of, config_of_job
 from tfpar.engines.workers.worker_replicas import Compression, Settings, WorkerReplicas
 from tfpar.layout import Layout, Shard, check_batch_shares, check_shard
 from tfpar.messages import keyword_arguments
+from tfpar.recomputation.choice import Recompute, check
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
 from tfpar.study.outputs import BatchDependentLayers, check_choice
@@ -55,10 +56,14 @@ class MultiWorker(Strategy):
         own_steps: How replicas run a model's own `train_step`. `"exact"`: with the results of one device, or an error
             if the step has none in parts. `"average"`: each on its examples, and gradients are averaged, as under
             `tf.distribute`; a step that compares examples then gives other weights.
+        recompute: True: keep only the inputs of layers for the backward pass, which computes them again: less memory
+            for more time, with the same results. A list: only of the layers with these names, patterns or classes,
+            such as `["block_*", keras.layers.MultiHeadAttention]`.
         form_seconds: Time limit for all workers to connect.
         silence_seconds: Time without a heartbeat after which a worker counts as failed.
 
     Raises:
+        TypeError: If `recompute` has the wrong type.
         ValueError: If TF_CONFIG is malformed, this process is an evaluator, or an argument is out of range.
         RuntimeError: If TensorFlow has already started.
         TimeoutError: If a worker does not connect in time; the message contains its address.
@@ -83,11 +88,13 @@ class MultiWorker(Strategy):
         shard: Shard | None = None,
         batch_shares: Sequence[int] | None = None,
         own_steps: OwnSteps = "exact",
+        recompute: Recompute = False,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
         preflight.check_sync(sync, every, average_optimizer, compression, shard, batch_shares)
+        recompute = check(recompute)
         check_choice(batch_dependent_layers)
         check_shard(shard)
         check_batch_shares(batch_shares)
@@ -103,15 +110,15 @@ class MultiWorker(Strategy):
             check_without_effect("batch_shares", batch_shares, None)
             check_without_effect("own_steps", own_steps, "exact")
             used = devices_of_workers(devices, form_seconds, silence_seconds)
-            layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers)
-            super().__init__(layout, BlockEngine(used.names, used.watch))
+            layout = Layout(len(used.names), shard=shard, num_workers=used.num_workers, recompute=bool(recompute))
+            super().__init__(layout, BlockEngine(used.names, used.watch, recompute))
             return
         job = config_of_job("MultiWorker")
         name = preflight.named("MultiWorker", shard)
         formed = preflight.form_cluster(job, devices, form_seconds, silence_seconds, name)
         settings = Settings(
             all_reduce, PACK_BYTES if pack_bytes is None else pack_bytes, compression, sync, every, average_optimizer,
-            batch_dependent_layers, shard, None if batch_shares is None else tuple(batch_shares), own_steps,
+            batch_dependent_layers, shard, None if batch_shares is None else tuple(batch_shares), own_steps, recompute,
         )  # fmt: skip
         self._set(WorkerReplicas(formed, addresses_of(job), 0 if job is None else job.rank, settings))
 
@@ -124,7 +131,13 @@ class MultiWorker(Strategy):
         return multi_worker
 
     def _set(self, engine: WorkerReplicas) -> None:
-        super().__init__(Layout(engine.num_replicas, shard=engine.shard, num_workers=engine.job.num_workers), engine)
+        layout = Layout(
+            engine.num_replicas,
+            shard=engine.shard,
+            num_workers=engine.job.num_workers,
+            recompute=bool(engine.recompute),
+        )
+        super().__init__(layout, engine)
 
     def describe(self) -> str:
         """Return a one-line description of the job and of this worker's devices."""
@@ -132,7 +145,9 @@ class MultiWorker(Strategy):
         if self.layout.shard == "weights":
             workers = f"MultiWorker over {self.layout.num_workers} worker{'s' * (self.layout.num_workers > 1)}"
             return f"{workers}, {self.layout.describe(self.device_names)}"
-        sharded = ", optimizer state sharded" * (self.layout.shard is not None)
+        sharded = (
+            ", optimizer state sharded" * (self.layout.shard is not None) + ", recomputing" * self.layout.recompute
+        )
         shares, names = described_shares(self.engine), ", ".join(self.device_names)
         replicas = f"{self.num_replicas} replicas{shares}{sharded}{averaged_steps(self.engine)}"
         return f"{workers}, {replicas}; this is worker {self.rank} on {names}"

@@ -54,7 +54,7 @@ def test_subgraphs_together_equal_the_graph(chain: tuple[Any, dict[str, Any]], r
     (whole,) = extract_subgraphs(graph, named["inputs"], [wanted], ["CPU:0"])
     whole(known)
     results = [wanted[:1], wanted[1:2], wanted[2:]]
-    for subgraph in extract_subgraphs(graph, named["inputs"], results, ["CPU:0"], recompute=recompute):
+    for subgraph in extract_subgraphs(graph, named["inputs"], results, ["CPU:0"], repeated=None if recompute else ()):
         subgraph(given)
     for tensor in wanted:
         tf.debugging.assert_near(given[tensor.ref()], known[tensor.ref()], rtol=1e-14)

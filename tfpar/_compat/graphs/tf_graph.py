@@ -93,6 +93,23 @@ def _replica_scope(name: str) -> str:
     return match.group(1) if match else ""
 
 
+def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
+    """Add an op like another one to its graph, on the same device, with other inputs and without control inputs."""
+    attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
+    types = [tensor.dtype for tensor in op.outputs]
+    with tf.device(op.device):
+        copy: tf.Operation = op.graph.create_op(op.type, inputs, types, name=f"{op.name}/again", attrs=attributes)
+    return copy
+
+
+def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Replace an input of an existing op, which `tf.GradientTape` has created.
+
+    TensorFlow's own gradients of loops use this method too (`while_v2.py`).
+    """
+    op._update_input(index, tensor)
+
+
 def leave_checks_unordered() -> None:
     """Exempt the assertions of the function being traced from the order of stateful ops.
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from tfpar._compat import versions
-from tfpar._compat.models import keras_model
+from tfpar._compat.models import keras_model, keras_remat
 from tfpar._compat.variables import tf_variable_names
 
 
@@ -49,6 +49,7 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
             mock.patch.object(keras.Model, "_compute_loss", compute),
             mock.patch.object(backend, "compute_output_spec", spec),
             tf_variable_names.as_without_outer_scope(),
+            keras_remat.called_once(),
         ):
             model._symbolic_build(data_batch=batch)
             if _loss_has_unbuilt_layers(model):

@@ -29,16 +29,6 @@ def trainable_settings(model: keras.Model) -> list[bool]:
     return [bool(item.trainable) for item in (*all_layers(model), *model.variables)]
 
 
-def recomputes(model: keras.Model) -> bool:
-    """Return whether a layer was built in a `keras.RematScope`, so that the backward pass reads its weights too."""
-    return bool(recomputed_layers(model))
-
-
-def recomputed_layers(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers at every depth that were built in a `keras.RematScope`."""
-    return [layer for layer in all_layers(model) if versions.private(layer, "_remat_mode") is not None]
-
-
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model as Keras' own step does: with `training` only if its `call` accepts it."""
     with keras_losses_in_call.in_call():
@@ -232,8 +222,24 @@ def with_mask(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
     Probabilities keep their logits, from which Keras computes the cross-entropy (keras/src/activations/activations.py).
     """
     copied = tf.identity(tensor)
+    _copy_logits(tensor, copied)
     if mask is not None:
         backend.set_keras_mask(copied, mask)
-    if hasattr(tensor, "_keras_logits"):
-        copied._keras_logits = tensor._keras_logits
     return copied
+
+
+def copy_annotations(tensor: tf.Tensor, copied: tf.Tensor) -> None:
+    """Give a copy of a tensor the Keras mask and the logits of the tensor, if it has any."""
+    _copy_logits(tensor, copied)
+    if (mask := backend.get_keras_mask(tensor)) is not None:
+        backend.set_keras_mask(copied, mask)
+
+
+def logits_of(tensor: Any) -> Any:
+    """Return the logits that Keras has attached to probabilities; None for another tensor."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def _copy_logits(tensor: tf.Tensor, copied: tf.Tensor) -> None:
+    if (logits := logits_of(tensor)) is not None:
+        copied._keras_logits = logits

@@ -30,7 +30,7 @@ from keras.src.models.functional import Functional
 from keras.src.ops.core import ConvertToTensor
 
 from tfpar._compat import versions
-from tfpar._compat.models import keras_blocks, keras_model
+from tfpar._compat.models import keras_blocks, keras_model, keras_remat
 from tfpar._compat.models.keras_loss_operations import AddedLoss, ReducedLoss
 from tfpar._compat.models.keras_recorded import Frame, Recorded, Symbolic, is_alike, training_in_context
 
@@ -104,6 +104,7 @@ class _Recorder:
         ]
         self._originals = {name: getattr(owner, name) for owner, name, _ in replaced if owner is not keras.Operation}
         with contextlib.ExitStack() as stack:
+            stack.enter_context(keras_remat.called_once())
             for owner, name, replacement in replaced:
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             if keras.config.is_traceback_filtering_enabled():  # adds pages of text to every error message

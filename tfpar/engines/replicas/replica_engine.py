@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_distribute
-from tfpar._compat.models import keras_losses_in_call, keras_model
+from tfpar._compat.models import keras_losses_in_call
 from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.variables import keras_variables
 from tfpar.data import Sharded
@@ -39,6 +39,7 @@ from tfpar.engines.shards_state import ShardsState
 from tfpar.engines.steps.batches_ahead import HOST, StepBatch
 from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
+from tfpar.recomputation.choice import Recompute
 from tfpar.reduction import metric_logs, objective, own_step
 from tfpar.reduction.gradients.gradient_order import compute_early
 from tfpar.reduction.gradients.indexed_slices import Lookups, kinds_of, lookups_of
@@ -79,6 +80,7 @@ class ReplicaEngine(ShardsState):
         pack_bytes: Bytes per pack of gradients in an all-reduce; None for TensorFlow's default.
         batch_dependent_layers: "refuse" batch-dependent layers, or "gather" the whole batch for them.
         shares: Relative size of the per-replica batch of each replica; None for equal sizes.
+        recompute: The layers to recompute.
 
     Attributes:
         first_replica: Number of the first local replica among those of all workers.
@@ -96,7 +98,9 @@ class ReplicaEngine(ShardsState):
         pack_bytes: int | None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
         shares: tuple[int, ...] | None = None,
+        recompute: Recompute = False,
     ) -> None:
+        self.recompute = recompute
         keras_variables.convert_replicated_variables()
         self.home = self._strategy = strategy
         self._batch_dependent_layers = batch_dependent_layers
@@ -263,9 +267,9 @@ class ReplicaEngine(ShardsState):
 
     def _sum_gradients(self, model: keras.Model, gradients: ReplicaGradients) -> list[Any]:
         """Sum the gradients of the calling replica over all replicas, and a loss that may follow them."""
-        values, forward, recomputes = gradients.values, gradients.forward, keras_model.recomputes(model)
+        values, forward = gradients.values, gradients.forward
         if self.num_replicas == 1:
-            return after_reads(list(values), forward, recomputes)
+            return after_reads(list(values), forward)
         lookups = self._lookups(model, gradients)
         if forward:
             compute_early(values, forward[0])
@@ -274,8 +278,8 @@ class ReplicaEngine(ShardsState):
             summed_on = owners if self._merges else ()
             sums = sum_gradients(gradients, lookups, self._pack_bytes, self._compression, summed_on)
         if not owners:
-            return after_reads(sums, forward, recomputes)
-        return after_reads(_only_owned(sums, owners), (forward, values) if recomputes else forward, False)
+            return after_reads(sums, forward)
+        return after_reads(_only_owned(sums, owners), forward)
 
     def _lookups(self, model: keras.Model, gradients: ReplicaGradients) -> list[Lookups | None]:
         """Return the lookups of each gradient of an update; None for a dense gradient and for the loss."""

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data, host_sizes
-from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model
+from tfpar._compat.models import keras_losses, keras_losses_in_call, keras_model, keras_remat
 from tfpar._compat.random_numbers import random_state
 from tfpar.engines.one_device import forward_backward
 from tfpar.engines.replicas.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
@@ -78,7 +78,7 @@ class ReplicaRuns:
         if not (model.jit_compile and self._compiles_calls and len(self._shares) > 1) or self.gathered.get(training):
             return False
         adds_losses = self.losses is not None and self.losses.adds_losses(training)
-        return suits(model) and not adds_losses
+        return suits(model) and not adds_losses and not keras_remat.recorded_layers(model)
 
     def begin(self, model: keras.Model) -> None:
         """Start over if the model was compiled again, with its new losses and the current random state."""

@@ -26,6 +26,7 @@ from tfpar.job import Job
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline import schedule as schedules
 from tfpar.placement.owners import num_bytes
+from tfpar.recomputation.choice import Recompute
 from tfpar.study.outputs import Words
 from tfpar.workers import remote_devices
 from tfpar.workers.job_roles import refuse_evaluator, warn_of_other_launcher
@@ -44,10 +45,11 @@ class BlockEngine(StageEngine):
     Args:
         devices: Devices of the replicas; full names for several workers.
         watch: Detects the loss of a worker; None for devices of this machine.
+        recompute: The layers to recompute.
     """
 
-    def __init__(self, devices: Sequence[str], watch: WorkerWatch | None = None) -> None:
-        settings = Settings(strategy='shard="weights"', words=_WORDS, has_schedule=False)
+    def __init__(self, devices: Sequence[str], watch: WorkerWatch | None = None, recompute: Recompute = False) -> None:
+        settings = Settings(strategy='shard="weights"', words=_WORDS, has_schedule=False, recompute=recompute)
         schedule = schedules.on_one_device(1).replicated(len(devices))
         job = Job(reported=None if watch is None else watch.reported)
         super().__init__(settings, schedule, devices, job=job, shards_weights=True)

@@ -37,6 +37,7 @@ from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
+from tfpar.recomputation.choice import Recompute
 from tfpar.reduction import objective
 from tfpar.reduction.verdict import Verdict
 from tfpar.sharding.rules import Rules
@@ -62,7 +63,7 @@ class Settings(NamedTuple):
     """
 
     balance: Balance | Sequence[int] | Sequence[str] = "parameters"
-    recompute: bool = False
+    recompute: Recompute = False
     memory_limit_bytes: int | None = None
     allow_batch_dependent_layers: bool = False
     num_shards: int = 1
@@ -191,12 +192,10 @@ class StageEngine(ShardsState, SingleReplica):
         A model that was compiled again keeps its stages; its loss, metrics and optimizer are traced again.
 
         Raises:
-            ValueError: If the model cannot be cut, or a layer is batch-dependent or in a `keras.RematScope`.
+            ValueError: If the model cannot be cut, or a layer is batch-dependent.
         """
         with self.job.vote():
             self._check_inputs(model, data.present_inputs(batch))
-            if training:
-                _check_no_scope(model)
         is_planned = model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model)
         if not is_planned:
             self._planner.plan(model, batch)
@@ -386,16 +385,6 @@ class StageEngine(ShardsState, SingleReplica):
     def _local_alone(self, element: Any) -> tuple[Any, BatchSizes | None]:
         """Return what `_local` does, as if the local batch were the global batch; no message to other workers."""
         return self._local(element)
-
-
-def _check_no_scope(model: keras.Model) -> None:
-    """Refuse layers of a `keras.RematScope`, which has no gradients for values that replace weights."""
-    if layers := keras_model.recomputed_layers(model):
-        raise ValueError(
-            "Stages and shards replace weights by their values, for which keras.RematScope computes no gradients, "
-            f"received {layers[0].name!r} from such a scope. Build it outside of one, or train on Mirrored(); a "
-            "pipeline recomputes its layers with recompute=True."
-        )
 
 
 def _check_optimizer(model: keras.Model, strategy: str) -> None:

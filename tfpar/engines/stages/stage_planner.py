@@ -33,6 +33,7 @@ from tfpar.pipeline.schedule.transfer_hiding import hide_transfers
 from tfpar.pipeline.stages.compiler import StageCompiler
 from tfpar.placement.owners import placements
 from tfpar.placement.weight_devices import place_weights
+from tfpar.recomputation.choice import Recompute
 from tfpar.sharding.model_sharding import ModelSharding
 from tfpar.sharding.rules import Rules
 from tfpar.sharding.stages import Groups, ShardedStage, shard_stages
@@ -66,7 +67,7 @@ class StagePlanner:
         schedule: schedules.Schedule,
         devices: Sequence[str],
         balance: Balance | Sequence[int] | Sequence[str],
-        recompute: bool,
+        recompute: Recompute,
         memory_limit_bytes: int | None,
         allow_batch_dependence: bool,
         vote: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -191,7 +192,7 @@ class StagePlanner:
     def memory_of(self, model: keras.Model) -> MemoryNeeds:
         """Return the memory that the stages of a model need besides weights and gradients."""
         # A split backward pass saves recomputed activations until the weight gradient.
-        one_at_a_time = self._recompute and not self._schedule.splits_backward
+        one_at_a_time = self._recompute is True and not self._schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
         num_slots = keras_optimizer.slots_per_weight(keras_variables.optimizer_of(model), model.trainable_variables)
         return MemoryNeeds(self._memory_limit_bytes, -(-num_slots // self.num_state_shards), num_activations)

@@ -27,6 +27,7 @@ from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.worker import Worker
 from tfpar.layout import Shard, shares_of_replicas
 from tfpar.per_model import PerModel
+from tfpar.recomputation.choice import Recompute
 from tfpar.reduction import objective, own_step
 from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.verdict import Verdict
@@ -50,6 +51,7 @@ class Settings(NamedTuple):
     shard: Shard | None = None
     batch_shares: tuple[int, ...] | None = None
     own_steps: Literal["exact", "average"] = "exact"
+    recompute: Recompute = False
 
 
 class WorkerReplicas(Worker, ReplicaEngine):
@@ -76,7 +78,7 @@ class WorkerReplicas(Worker, ReplicaEngine):
         settings: Settings,
     ) -> None:
         pack_bytes = settings.pack_bytes
-        super().__init__(strategy, pack_bytes, settings.batch_dependent_layers)
+        super().__init__(strategy, pack_bytes, settings.batch_dependent_layers, recompute=settings.recompute)
         self._compression, self.steps_multiple = settings.compression, settings.every
         self.averages_own_steps = settings.own_steps == "average"
         averages = settings.sync == "average"

@@ -32,6 +32,7 @@ from tfpar.pipeline.stages.subgraphs import Subgraph, extract_subgraphs
 from tfpar.pipeline.stages.trace import StageTrace, StageVariables, with_untrained_weights
 from tfpar.pipeline.stages.tracing import StageTracer
 from tfpar.pipeline.stages.values import ValueSpec
+from tfpar.recomputation.choice import Recompute, chosen
 from tfpar.reduction.gradients.gradient_addition import spec_of, tensors_of
 from tfpar.reduction.losses_in_call import Way
 
@@ -71,7 +72,7 @@ class StageCompiler:
         graph: Its layer calls.
         stages: Its stages.
         devices: The device of each stage.
-        recompute: Whether the backward pass recomputes the forward pass.
+        recompute: Whether the backward pass recomputes the forward pass, or which layers of it.
         splits_backward: Whether weight gradients are a separate pass.
         accumulates: Whether a replica has several micro-batches.
         shards_weights: Whether a device gathers the weights of a stage for each action.
@@ -88,7 +89,7 @@ class StageCompiler:
         stages: Sequence[Stage],
         devices: Sequence[str],
         *,
-        recompute: bool,
+        recompute: Recompute,
         splits_backward: bool,
         accumulates: bool,
         shards_weights: bool,
@@ -200,8 +201,9 @@ class StageCompiler:
         metric_states = _metric_states(stage)
         variables = _by_role([*stage.variables, *metric_states, *random_state.states_of_no_layer()], training)
         tracer = StageTracer(
-            stage, inputs, variables, devices, calls, self._scores, training, self._accumulates, unused_outputs, ways
-        )
+            stage, inputs, variables, devices, calls, self._scores, training, self._accumulates, unused_outputs, ways,
+            self._recomputed if training else (),
+        )  # fmt: skip
         key = tracer.key
         known = equal.get(key)
         if known is None:
@@ -218,6 +220,11 @@ class StageCompiler:
                 equal[key] = trace, compiled
         own_states = frozenset(map(id, metric_states))
         return dataclasses.replace(compiled.on(devices), stage=stage, variables=variables, metric_states=own_states)
+
+    @property
+    def _recomputed(self) -> list[keras.Layer]:
+        """The layers to recompute one by one; without any, a whole stage may be recomputed."""
+        return [] if isinstance(self._recompute, bool) else chosen(self.staged.model, self._recompute)
 
     @property
     def _scores(self) -> frozenset[Value]:
@@ -260,7 +267,7 @@ class StageCompiler:
             tracer.devices,
             late=tensors_of(backward.output_gradients),
             sums=backward.dense_sums,
-            recompute=tracer.training and self._recompute,
+            repeated=None if tracer.training and self._recompute is True else trace.repeated,
             weights=trace.variables[:num_parameters] if self._shards_weights else (),
             # The backward pass has a tensor list argument for each loop, which XLA of TensorFlow 2.21 does not accept.
             jit_compile=self._jit_compile and not (tracer.training and tf_graph.has_loops(trace.graph)),

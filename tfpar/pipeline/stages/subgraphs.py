@@ -15,7 +15,7 @@ import functools
 import graphlib
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -100,7 +100,7 @@ def extract_subgraphs(
     *,
     late: Sequence[tf.Tensor] = (),
     sums: Sequence[tf.Tensor] = (),
-    recompute: bool = False,
+    repeated: Collection[tf.Operation] | None = (),
     weights: Sequence[tf.Tensor] = (),
     jit_compile: bool = False,
 ) -> list[Subgraph]:
@@ -113,7 +113,8 @@ def extract_subgraphs(
         devices: The device of each shard of the stage.
         late: Those of `inputs` that the first subgraph does not have: the gradients of its outputs.
         sums: Tensors of the graph to compute as early as possible, to release their summands.
-        recompute: Whether later subgraphs recompute tensors of the first instead of saving them.
+        repeated: The operations of the first subgraph that later ones repeat instead of saving their results; None for
+            all.
         weights: Those of `inputs` whose derived tensors, such as casts, are recomputed instead of saved.
         jit_compile: Whether XLA compiles the subgraphs.
 
@@ -127,21 +128,20 @@ def extract_subgraphs(
     for index, tensors in enumerate(results):
         ops = _needed(tensors, stateful.get(index, ()), stop=known)
         ops_of.append(ops)
-        # A recomputed random op with a state of TensorFlow would give other numbers.
-        known |= {op for op in ops if op.op_def.is_stateful} if recompute and index == 0 else ops - weight_ops
-    _read_sizes_early(ops_of[recompute:], results[recompute:], weight_ops)
+        known |= ops - (weight_ops if index else weight_ops | _repeatable(ops, repeated))
+    again = weight_ops | _repeatable(ops_of[0], repeated)
+    saves = int(repeated is None)  # the first subgraph saves nothing
+    _read_sizes_early(ops_of[saves:], results[saves:], again)
     subgraphs, whole = [], graph.as_graph_def()
     for index, ops in enumerate(ops_of):
         outer = _outer_inputs(ops)
         # Later subgraphs read these tensors, or return them. Those that this one computes are saved.
         later = [tensor for later_ops in ops_of[index + 1 :] for tensor in _outer_inputs(later_ops)]
         later += itertools.chain(*results[index + 1 :])
-        if recompute and index == 0:
-            later = [tensor for tensor in later if tensor.op.op_def.is_stateful]
-        later = [tensor for tensor in later if tensor.op not in weight_ops]
+        later = [tensor for tensor in later if tensor.op not in (weight_ops if index else again)]
         outputs = [tensor for tensor in _unique([*results[index], *later]) if tensor.op in ops]
-        repeated = ops & ops_of[0] if index else set()
-        recomputed = [tensor for tensor in (*_outer_inputs(ops - repeated), *outputs) if tensor.op in repeated]
+        copied = ops & ops_of[0] if index else set()
+        recomputed = [tensor for tensor in (*_outer_inputs(ops - copied), *outputs) if tensor.op in copied]
         waits = _waits_for_sums(graph, ops, sums)
         subgraphs.append(_subgraph(graph, whole, ops, outer, outputs, recomputed, waits, devices, jit_compile))
     return subgraphs
@@ -166,6 +166,11 @@ def _read_sizes_early(
         ops |= moved
         for later in ops_of[index + 1 :]:
             later -= moved
+
+
+def _repeatable(ops: set[tf.Operation], repeated: Collection[tf.Operation] | None) -> set[tf.Operation]:
+    """Return the operations to repeat. A random operation with a state of TensorFlow would give other numbers."""
+    return {op for op in (ops if repeated is None else ops.intersection(repeated)) if not op.op_def.is_stateful}
 
 
 def _reads_sizes(op: tf.Operation) -> bool:

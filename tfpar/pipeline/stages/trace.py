@@ -86,6 +86,7 @@ class StageTrace:
         backward: The backward pass.
         devices: The device of each shard in the graph.
         sources: What the tensors of the graph depend on.
+        repeated: The operations of the forward pass that the backward pass repeats if it needs them.
     """
 
     graph: Any
@@ -105,6 +106,7 @@ class StageTrace:
     backward: BackwardTrace
     devices: Sequence[str]
     sources: Sources
+    repeated: frozenset[tf.Operation] = frozenset()
 
     @property
     def inputs(self) -> list[tf.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfpar import host_sizes
 from tfpar._compat.graphs import tf_tapes
-from tfpar._compat.models import keras_losses_in_call, keras_model, keras_probabilities
+from tfpar._compat.models import keras_losses_in_call, keras_model, keras_probabilities, keras_remat
 from tfpar._compat.random_numbers import random_state
 from tfpar._compat.variables import sharded_memory
 from tfpar.pipeline.graph import tracing as model_graph
@@ -29,6 +29,7 @@ from tfpar.pipeline.stages.sparse_rows import rows_by_lookup
 from tfpar.pipeline.stages.trace import BackwardTrace, StageTrace, StageVariables, trace_with_record
 from tfpar.pipeline.stages.values import BatchPosition, ValueSpec
 from tfpar.placement.weight_devices import follow_data
+from tfpar.recomputation.recorded_calls import Recording
 from tfpar.reduction.gradients.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.gradients.row_numbers import Source, Sources
 from tfpar.reduction.losses_in_call import Way, in_part
@@ -50,6 +51,7 @@ class StageTracer:
         accumulates: Whether gradients are added to those of earlier micro-batches.
         unused_outputs: Outputs that no loss depends on.
         ways: For each loss that layers of this or a later stage compute, the totals over the batch that it needs.
+        recomputed: Layers whose activations are recomputed, besides those of a `keras.RematScope`.
     """
 
     stage: Stage
@@ -62,6 +64,7 @@ class StageTracer:
     accumulates: bool
     unused_outputs: frozenset[Value]
     ways: Sequence[Way]
+    recomputed: Collection[keras.Layer] = ()
 
     @property
     def key(self) -> Hashable:
@@ -71,12 +74,14 @@ class StageTracer:
         values = [*self.stage.inputs, *(value for call in self.stage.calls for value in call.outputs)]
         outputs = [(values.index(value), value in self.unused_outputs) for value in self.stage.outputs]
         sizes = len(self.variables.parameters), self.variables.num_trained
+        recomputed = [keras_remat.holds_any(call.operation, self.recomputed) for call in self.stage.calls]
         return (
             call_settings(self.stage.calls, self.stage.inputs),
             tuple(self.inputs),
             tuple(shapes),
             sizes,
             tuple(outputs),
+            tuple(recomputed),
         )
 
     def trace(self) -> StageTrace:
@@ -108,8 +113,10 @@ class StageTracer:
         graph, variables = tf.compat.v1.get_default_graph(), self.variables
         sources = self._sources(values, arguments)
         variable_values = copy_shards([*variables.parameters, *variables.states], arguments, self.devices)
-        tensors = self._received(values)
-        forward = self._forward(tensors, variable_values, position)
+        tensors, recording = self._received(values), Recording()
+        with keras_remat.recorded(recording.record, self.recomputed):
+            forward = self._forward(tensors, variable_values, position)
+        repeated = frozenset(recording.repeated(graph))
         with tf.device(self.devices[0]):
             sent = self._sent(tensors)
             # A layer may add one value for each example; Keras sums them.
@@ -126,7 +133,7 @@ class StageTracer:
         return StageTrace(
             graph, tuple(values), tuple(variable_values), position, scale, sent.outputs, sent.activations, sent.masks,
             forward.new_states, losses, forward.ways, forward.uses_global_generator, serves_equal_stages,
-            sent.unmasked, backward, self.devices, sources,
+            sent.unmasked, backward, self.devices, sources, repeated,
         )  # fmt: skip
 
     def _sources(self, values: Sequence[Any], variable_values: Sequence[tf.Tensor]) -> Sources:
