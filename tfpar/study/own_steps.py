@@ -31,6 +31,7 @@ from tfpar.reduction.whole_batch import Recording
 from tfpar.study import relation
 from tfpar.study.observation import moving_statistics
 from tfpar.study.rows import SIZES, Part, few_rows, parts_of
+from tfpar.study.study import spread_weights
 
 _WAYS_OUT = (
     "Take what compares examples from tfpar.gather, write the step as tfpar.Objective, train on SingleDevice(), or let "
@@ -143,18 +144,11 @@ def averaged_step(model: keras.Model, kind: str, batch: Any) -> PartsOfStep:
 
 
 def _variations(model: keras.Model, state: Sequence[Any]) -> Iterator[dict[int, tf.Tensor]]:
-    """Yield values of variables: the present ones, and other weights, at which fewer losses look like means."""
+    """Yield values of variables by number: the present ones, and other weights, where fewer losses look like means."""
     yield {}
-    if keras_model.computes_in_half(model):
-        return
-    random, values = np.random.default_rng(1), {}
-    trained = {id(weight) for weight in model.trainable_variables}
-    for number, variable in enumerate(state):
-        if id(variable) in trained and tf.as_dtype(variable.dtype).is_floating:
-            present = np.asarray(variable.numpy(), np.float64)
-            scale = np.std(present) + 1 / np.sqrt(present.shape[0]) if present.ndim > 1 else 0.3
-            values[number] = tf.cast(present + random.normal(0.0, scale, present.shape), variable.dtype)
-    yield values
+    if not keras_model.computes_in_half(model):
+        values = {id(model.weights[number]): value for number, value in spread_weights(model).items()}
+        yield {number: values[id(variable)] for number, variable in enumerate(state) if id(variable) in values}
 
 
 def _whole_and_parts(

@@ -228,7 +228,7 @@ class _LossStudy:
         if not self._whole.added and not any(part.added for part in self._parts):
             return ()
         if not keras_model.computes_in_half(self._model):
-            spread = _spread(self._model)
+            spread = spread_weights(self._model)
             with contextlib.suppress(CallError):
                 seen.append((runs.whole(states=spread), runs.parts([spread, spread])))
         kinds = [_added_kinds(self._model, whole, parts) for whole, parts in seen]
@@ -273,7 +273,7 @@ def _arrays(whole: tf.Tensor, parts: Sequence[tf.Tensor]) -> tuple[np.ndarray, l
     return np.asarray(whole), list(map(np.asarray, parts))
 
 
-def _spread(model: keras.Model) -> dict[int, tf.Tensor]:
+def spread_weights(model: keras.Model) -> dict[int, tf.Tensor]:
     """Return random values for the trainable weights, by index, about as far from the current ones as these are large.
 
     A new model returns almost the same for every row, where many losses look like means.
