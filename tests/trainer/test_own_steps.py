@@ -143,6 +143,55 @@ def test_methods_for_one_batch_run_own_steps() -> None:
     np.testing.assert_allclose(trainer.model.test_on_batch(batch), model.test_on_batch(batch), rtol=1e-9)
 
 
+class Calls(keras.metrics.Metric):
+    """Counts its updates in a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__(name="calls", dtype="int32")
+        self.count = self.add_variable((), "zeros", "int32", name="count")
+
+    def update_state(self) -> None:
+        self.count.assign_add(1)
+
+    def result(self) -> Any:
+        return self.count + 0
+
+
+class Logging(Guide):
+    """Logs numbers of other types than floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Calls()
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        self.calls.update_state()
+        others = {"int": 3, "flag": True, "rows": tf.shape(data[0])[0], "rate": self.optimizer.learning_rate}
+        return {**logs, **others, "calls": self.calls.result()}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [metric for metric in super().metrics if metric.name != "calls"]
+
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        self.calls.reset_state()
+
+
+def test_log_entries_may_have_any_type() -> None:
+    def build() -> keras.Model:
+        model = Logging()
+        model.compile("sgd", "binary_crossentropy")
+        return model
+
+    keras.utils.set_random_seed(0)
+    expected = build().fit(labelled(), epochs=2, verbose=0).history
+    for strategy in (tfpar.SingleDevice(), tfpar.Mirrored(TWO)):
+        history = tfpar.Trainer(build, strategy, seed=0).fit(labelled(), epochs=2, verbose=0).history
+        small.assert_same_history(history, expected)
+
+
 class Ranked(keras.Model):
     """Compares the examples of a batch without tfpar.gather."""
 

@@ -74,7 +74,7 @@ def call(model: keras.Model, kind: str, batch: Any) -> Any:
     return getattr(model, METHODS[kind])(batch)
 
 
-def masked_loss(loss: Sequence[Any], sum_weights: Callable[[tf.Tensor], tf.Tensor], share: Any) -> Any:
+def masked_loss(loss: Sequence[Any], sum_weights: Callable[[tf.Tensor], tf.Tensor], fraction: Any) -> Any:
     """Return a masked loss of a part, so that the mean over the parts by their examples is that of the batch.
 
     Its divisor is the number of examples that the mask keeps, in the whole batch.
@@ -82,34 +82,34 @@ def masked_loss(loss: Sequence[Any], sum_weights: Callable[[tf.Tensor], tf.Tenso
     Args:
         loss: The arguments of Keras' reduction: values, sample weight, mask, reduction and dtype.
         sum_weights: Returns the sum of a divisor over all parts.
-        share: The share of the part's examples in the batch.
+        fraction: The fraction of the batch that is in the part.
     """
     sums = None if loss[3] == "sum" else sums_of(loss)
     if sums is None:
         return keras_losses_in_call.reduce_of_these(*loss)
     total, weight = sums
-    return tf.math.divide_no_nan(total, sum_weights(weight) * tf.cast(share, total.dtype))
+    return tf.math.divide_no_nan(total, sum_weights(weight) * tf.cast(fraction, total.dtype))
 
 
 class LastValue(keras.metrics.Metric):
     """The value of a log entry in the last step, as the sum of what each replica gives.
 
     Args:
-        like: A tensor of its type and shape.
+        like: A tensor of its type and shape. Integers and booleans become floats, as in Keras' logs.
         name: Of the entry.
     """
 
     def __init__(self, like: tf.Tensor, name: str) -> None:
-        super().__init__(name=name, dtype=like.dtype.name)
-        self._value = self.add_variable(tuple(like.shape), "zeros", like.dtype.name, name="value")
+        super().__init__(name=name, dtype=like.dtype.name if like.dtype.is_floating else "float64")
+        self._value = self.add_variable(tuple(like.shape), "zeros", self.dtype, name="value")
 
     def update_state(self, value: Any) -> None:
-        """Set the share of the calling replica."""
-        self._value.assign(value)
+        """Set what the calling replica gives."""
+        self._value.assign(tf.cast(value, self.dtype))
 
     def result(self) -> Any:
         """Return the value."""
-        return self._value.value
+        return tf.convert_to_tensor(self._value.value)
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ from tfpar.engines.replicas.gradient_sums import ReplicaGradients
 from tfpar.engines.replicas.replica_runs import ReplicaRuns
 from tfpar.reduction import own_step
 from tfpar.reduction.own_step import PartsOfStep, Relation
-from tfpar.reduction.replicas import local_replica_id, sum_without_gradient
+from tfpar.reduction.replicas import local_replica_id, replica_id, sum_without_gradient
 
 
 class _Replica:
@@ -51,9 +51,9 @@ class _Replica:
             return tf.IndexedSlices(self.weighted(value.values, relation), value.indices, value.dense_shape)
         tensor = tf.convert_to_tensor(value)
         weight = self._weights["sum" if relation == "sum" else "mean"]
-        if tensor.dtype.is_floating or tensor.dtype.is_complex:
+        if tensor.dtype.is_floating or tensor.dtype.is_complex or relation == "sum":
             return tensor * tf.cast(weight, tensor.dtype)
-        return tf.cast(tf.cast(tensor, tf.float64) * tf.cast(weight, tf.float64), tensor.dtype)
+        return tensor if replica_id() == 0 else tf.zeros_like(tensor)  # whole numbers have a mean if all are equal
 
 
 class ReplicaStep:
@@ -103,7 +103,8 @@ class ReplicaStep:
             variable.assign(old + (change if is_metric else sum_without_gradient(change)))
         relations = dict(self._parts.logs)
         for name, metric in own_step.last_values(self._model, self._kind).items():
-            metric.update_state(replica.weighted(logs[name], relations.get(name)))
+            value = tf.cast(logs[name], metric.dtype)
+            metric.update_state(replica.weighted(value, relations.get(name)))
         return tf.zeros([])
 
     def _masked_loss(self, *loss: Any) -> Any:
