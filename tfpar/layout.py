@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 Shard = Literal["optimizer", "weights"] | None
+OwnSteps = Literal["exact", "average"]  # how replicas run a model's own steps
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 _KINDS = ("single_device", "mirrored", "multi_worker", "pipeline", "tensor_parallel", "hybrid")
 _SHARDS = (None, "optimizer", "weights")
@@ -275,6 +276,21 @@ def check_shard(shard: str | None, known: Sequence[str] = ("optimizer", "weights
     """
     if shard is not None and shard not in known:
         raise ValueError(f"shard must be {', '.join(map(repr, known))} or None, received {shard!r}.")
+
+
+def check_own_steps(own_steps: str, batch_shares: Sequence[int] | None = None) -> None:
+    """Refuse another value than those of `OwnSteps`, and an average over replicas with unequal shares.
+
+    Raises:
+        ValueError: If it is none of them, or excludes the shares.
+    """
+    if own_steps not in ("exact", "average"):
+        raise ValueError(f'own_steps must be "exact" or "average", received {own_steps!r}. Leave it out for "exact".')
+    if own_steps == "average" and batch_shares is not None:
+        raise ValueError(
+            'own_steps="average" gives every replica the same weight, whatever the size of its per-replica batch, '
+            f"received batch_shares={list(batch_shares)}. Leave one of them out."
+        )
 
 
 def check_batch_shares(shares: Any) -> None:

@@ -51,7 +51,7 @@ class Trainer:
 
     Raises:
         TypeError: If an argument has the wrong type, or `build_model` does not return a `keras.Model`.
-        ValueError: If the model overrides `train_step` or another step, or has variables that cannot be moved.
+        ValueError: If the strategy does not run a step that the model overrides, or cannot move its variables.
 
     Example:
         >>> trainer = tfpar.Trainer(build_model, tfpar.Mirrored(), seed=0)

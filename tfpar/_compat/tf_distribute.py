@@ -179,17 +179,15 @@ def is_summed_on_read(variable: keras.Variable) -> bool:
 
 def local_memory(variable: keras.Variable) -> tf.Variable | None:
     """Return the `tf.Variable` of a Keras variable on the first local replica; None if replicas hold summands."""
-    memory = getattr(variable, "_value", None)
-    if isinstance(memory, SyncOnReadVariable):
+    if isinstance(getattr(variable, "_value", None), SyncOnReadVariable):
         return None
-    if isinstance(memory, DistributedVariable):
-        memory = memory._distribute_strategy.experimental_local_results(memory)[0]
+    memory = first_memory(variable)
     return memory if isinstance(memory, tf.Variable) else None
 
 
-def first_memory(variable: keras.Variable) -> tf.Variable:
-    """Return the memory of a variable on the first local replica, also where each replica holds a part."""
-    memory = variable._value
+def first_memory(variable: keras.Variable) -> Any:
+    """Return the memory of a variable on the first local replica, also where replicas hold summands."""
+    memory = getattr(variable, "_value", None)
     if isinstance(memory, DistributedVariable):
         memory = memory._distribute_strategy.experimental_local_results(memory)[0]
     return memory

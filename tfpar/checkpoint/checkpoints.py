@@ -67,7 +67,7 @@ class Checkpoints:
         directory: The folder; created if absent. In a pipeline over workers, all machines must share it.
         every_seconds: Minimum time between checkpoints; 0 writes one after every call of the compiled loop.
         keep: Number of checkpoints to keep; the oldest are removed.
-        asynchronous: Whether a thread writes the file while training goes on.
+        asynchronous: Whether a background thread writes the file while training continues.
         run: The identity of the run, stored in its checkpoints. None: that of the checkpoints in the folder, or a new
             one.
 

@@ -34,8 +34,8 @@ def doctor(
 
     Args:
         build_model: A model function, which the subprocesses import from its file. Defaults to no model.
-        dataset: Batches `(inputs, targets)` or `(inputs, targets, sample_weights)`, of which the first is used. By
-            default, a batch is made up.
+        dataset: Batches `(inputs, targets)` or `(inputs, targets, sample_weights)`; the first is used. By default, a
+            batch is made up.
         config: The name of a configuration, or a TOML file, instead of a model function.
         overrides: Settings of the configuration, such as `"training.epochs=3"`.
         num_logical_cpus: Number of logical CPUs to check if there are no GPUs.

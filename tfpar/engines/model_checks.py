@@ -16,15 +16,7 @@ from tfpar.reduction import objective
 from tfpar.reduction.losses import dense_losses
 from tfpar.reduction.own_step import METHODS, overrides
 
-_KINDS = {"fit": "train", "evaluate": "evaluate", "predict": "predict"}
-_STEPS = {
-    "train_step": "fit",
-    "make_train_function": "fit",
-    "test_step": "evaluate",
-    "make_test_function": "evaluate",
-    "predict_step": "predict",
-    "make_predict_function": "predict",
-}
+_STEPS = {"fit": METHODS["train"], "evaluate": METHODS["evaluate"], "predict": METHODS["predict"]}
 
 
 def check_model(model: Any) -> None:
@@ -47,21 +39,19 @@ def check_steps(model: keras.Model, method: str, *, runs_own_steps: bool) -> Non
     Raises:
         ValueError: If the model overrides a step of one of the methods.
     """
-    replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
-    for step, of_method in _STEPS.items():
-        if of_method != method or step in replaced or not keras_model.overridden(model, step):
-            continue
-        if not step.endswith("_step"):
-            raise ValueError(
-                f"{type(model).__name__} overrides {step}, and a strategy makes its own function of steps. Override "
-                f"{METHODS[_KINDS[method]]} in place of it."
-            )
-        if not runs_own_steps:
-            raise ValueError(
-                f"Stages and shards of weights take a model apart, and {type(model).__name__} overrides {step}, which "
-                "takes it whole. Use compute_loss or add_loss in place of it, or train on Mirrored() "
-                "or MultiWorker()."
-            )
+    step = _STEPS[method]
+    function = f"make_{step.removesuffix('_step')}_function"
+    if keras_model.overridden(model, function):
+        raise ValueError(
+            f"{type(model).__name__} overrides {function}, and a strategy makes its own function of steps. Override "
+            f"{step} in place of it."
+        )
+    is_replaced = objective.has_objectives(model) and method != "predict"
+    if not runs_own_steps and keras_model.overridden(model, step) and not is_replaced:
+        raise ValueError(
+            f"Stages and shards of weights take a model apart, and {type(model).__name__} overrides {step}, which "
+            "takes it whole. Use compute_loss or add_loss in place of it, or train on Mirrored() or MultiWorker()."
+        )
 
 
 def check_loop(model: keras.Model, method: str) -> None:

@@ -10,17 +10,25 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat.graphs.tf_graph import after_all
+from tfpar._compat.models import keras_model
 from tfpar._compat.optimizers import keras_own_updates
 from tfpar._compat.optimizers.keras_optimizer import one_device_optimizer
-from tfpar.per_model import PerModel
 from tfpar.reduction import own_step
-from tfpar.study.own_steps import Rehearsal, rehearse
+from tfpar.study.own_steps import rehearse
 
 
-def prepare(model: keras.Model, kind: str, batch: Any) -> None:
-    """Run an own step once outside of the strategy's scope, so that the variables exist which it creates."""
-    if own_step.overrides(model, kind):
-        _REHEARSALS[model] = rehearse(model, kind, batch)
+def prepare(model: keras.Model, kind: str, batch: Any) -> bool:
+    """Run an own step once outside of the strategy's scope, so that the variables exist which it creates.
+
+    Returns:
+        Whether it ran: after each compilation of the model, and not for a step of Keras.
+    """
+    step = own_step.step_of(model, kind)
+    is_known = step is not None and step.compilation is keras_model.compilation(model)
+    if is_known or not own_step.overrides(model, kind):
+        return False
+    own_step.note(model, kind, rehearse(model, kind, batch))
+    return True
 
 
 def build(
@@ -29,16 +37,14 @@ def build(
     creating_slots: Callable[[keras.Model], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
     """Create the slots of optimizers and the variables for log entries of an own step, inside the strategy's scope."""
-    rehearsal, before = _REHEARSALS[model], own_step.last_values(model, kind)
-    values = {name: before.get(name) or own_step.LastValue(value, name) for name, value in rehearsal.values.items()}
-    own_step.note(model, kind, own_step.OwnStep(rehearsal.updates, {**rehearsal.results, **values}))
-    for optimizer, variables in rehearsal.updates:
+    step = own_step.step_of(model, kind)
+    if step is None:
+        return
+    step.logs |= {name: own_step.LastValue(value, name) for name, value in step.values.items() if name not in step.logs}
+    for optimizer, variables in step.updates:
         if not optimizer.built:
             with creating_slots(model):
                 optimizer.build(variables)
-
-
-_REHEARSALS: PerModel[Rehearsal] = PerModel()
 
 
 def run(model: keras.Model, kind: str, batch: Any) -> tf.Tensor:

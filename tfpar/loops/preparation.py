@@ -187,8 +187,9 @@ class Preparation:
         self._strategy.job.require_equal({"the shapes of the data": _shapes(spec)})
         self._engine.move_model(self._model)  # the user may have compiled it again outside of the scope
         with self._strategy.job.vote(), self.kernels():
-            own_steps.prepare(self._model, kind, batch)
-        self._engine.move_model(self._model)  # with what the step has created
+            has_run = own_steps.prepare(self._model, kind, batch)
+        if has_run:
+            self._engine.move_model(self._model)  # with what the step has created
         with self._strategy.job.vote(), self._engine.creation_scope():
             self._place(batch, kind)
             num_weights = len(self._model.variables)

@@ -1,9 +1,11 @@
 """Recomputation in a traced step: its backward pass reads copies of a layer's operations, which run when it needs them.
 
-forward    x ─► h ─► a ─► y ─► …                x and y are saved; h and a are freed after the layer
-└──────┐                  │
-backward          x' ─► h' ─► a'     ▼          x' is x once the gradient of y exists
-dx ◄── dh ◄─ da ◄──────── dy
+    forward    x ─► h ─► a ─► y ─► …         x and y are saved; h and a are freed after the layer
+               └──────┐       │
+    backward          x' ─► h' ─► a' ▼       x' is x once the gradient of y exists
+               dx ◄── dh ◄─ da ◄──── dy
+
+So a copy is never computed before the backward pass reaches the layer.
 """
 
 from __future__ import annotations

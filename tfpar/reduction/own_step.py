@@ -1,8 +1,10 @@
 """A model's own `train_step`, `test_step` and `predict_step`, and how parts of a batch give what one computes.
 
-loss, gradients     whole = mean of the parts, weighted by their examples          or their sum
-a counter, an EMA   whole = each part                                              one value everywhere
-a metric's state    whole = sum of what the parts add, or mean, such as of losses
+    loss, gradients     whole = mean of the parts, weighted by their examples, or their sum
+    a counter, an EMA   whole = each part
+    a metric's state    whole = sum of what the parts add, or their mean, as for a loss
+
+A study finds out which it is, before the first step (see `tfpar.study.own_steps`).
 """
 
 from __future__ import annotations
@@ -119,10 +121,14 @@ class OwnStep:
     Attributes:
         updates: The optimizers that the step runs, each with the weights that it updates.
         logs: The metric of each log entry by its name: one of the model, or a `LastValue`.
+        values: The values of entries that no metric of the model has, for which `LastValue` metrics are created.
+        compilation: The compilation of the model with which it ran.
     """
 
-    updates: list[tuple[Any, list[keras.Variable]]] = dataclasses.field(default_factory=list)
-    logs: dict[str, keras.Metric] = dataclasses.field(default_factory=dict)
+    updates: list[tuple[Any, list[keras.Variable]]]
+    logs: dict[str, keras.Metric]
+    values: dict[str, tf.Tensor]
+    compilation: Any
 
 
 _STEPS: PerModel[dict[str, OwnStep]] = PerModel()

@@ -12,14 +12,13 @@ import tensorflow as tf
 from tfpar import cluster, data
 from tfpar._compat import tf_distribute
 from tfpar.engines.optimizer_shards import LocalCommunicator, OptimizerShards
-from tfpar.engines.replicas.replica_engine import ReplicaEngine, described_shares
+from tfpar.engines.replicas.replica_engine import ReplicaEngine, averaged_steps, described_shares
 from tfpar.engines.steps.batches_ahead import HOST
-from tfpar.layout import Layout, Shard, check_batch_shares, check_shard, shares_of_replicas
+from tfpar.layout import Layout, OwnSteps, Shard, check_batch_shares, check_own_steps, check_shard, shares_of_replicas
 from tfpar.messages import keyword_arguments
 from tfpar.recomputation.choice import Recompute, check
 from tfpar.reduction import replicas
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]

@@ -10,15 +10,14 @@ import tensorflow as tf
 
 from tfpar._compat import tf_distribute
 from tfpar.cluster import tf_config
-from tfpar.engines.replicas.replica_engine import described_shares
+from tfpar.engines.replicas.replica_engine import averaged_steps, described_shares
 from tfpar.engines.workers.collectives import PACK_BYTES, AllReduce
 from tfpar.engines.workers.worker import addresses_of, config_of_job
 from tfpar.engines.workers.worker_replicas import Compression, Settings, WorkerReplicas
-from tfpar.layout import Layout, Shard, check_batch_shares, check_shard
+from tfpar.layout import Layout, OwnSteps, Shard, check_batch_shares, check_own_steps, check_shard
 from tfpar.messages import keyword_arguments
 from tfpar.recomputation.choice import Recompute, check
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.own_steps import OwnSteps, averaged_steps, check_own_steps
 from tfpar.study.outputs import BatchDependentLayers, check_choice
 from tfpar.workers import preflight
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ from tfpar._compat.optimizers.keras_optimizer import one_device_optimizer
 from tfpar._compat.random_numbers import fixed_random_ops, random_state
 from tfpar._compat.variables import keras_sandbox, keras_variables
 from tfpar.reduction import metric_logs, own_step
-from tfpar.reduction.own_step import METHODS, PartsOfStep, Relation
+from tfpar.reduction.own_step import METHODS, OwnStep, PartsOfStep, Relation
 from tfpar.reduction.whole_batch import Recording
 from tfpar.study import relation
 from tfpar.study.observation import moving_statistics
@@ -62,21 +62,7 @@ class _Run:
     outputs: Any = None
 
 
-class Rehearsal(NamedTuple):
-    """What one run of an own step shows.
-
-    Args:
-        updates: The optimizers that it runs, each with the weights that it updates.
-        results: The metric of each log entry that is the result of one, by name.
-        values: The values of the other entries.
-    """
-
-    updates: list[tuple[Any, list[keras.Variable]]]
-    results: dict[str, keras.Metric]
-    values: dict[str, tf.Tensor]
-
-
-def rehearse(model: keras.Model, kind: str, batch: Any) -> Rehearsal:
+def rehearse(model: keras.Model, kind: str, batch: Any) -> OwnStep:
     """Run a model's own step once, so that its layers and metrics exist; no variable changes.
 
     Args:
@@ -92,7 +78,7 @@ def rehearse(model: keras.Model, kind: str, batch: Any) -> Rehearsal:
             if any(id(variable) not in known for variable in metric.variables):
                 metric.reset_state()
         run = _run(model, kind, rows, applies=False)  # the results of these metrics are log entries
-    return Rehearsal(_merged(run.updates), run.results, run.logs)
+    return OwnStep(_merged(run.updates), run.results, run.logs, keras_model.compilation(model))
 
 
 def study_step(model: keras.Model, kind: str, batch: Any) -> PartsOfStep:

@@ -65,7 +65,7 @@ def _watching(pairs: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def losses_noted(note: Callable[[tf.Tensor], None]) -> Iterator[None]:
-    """Call a function with each sum of values of which a tape computes gradients of Keras variables in this context."""
+    """Call `note` with each loss whose gradients for Keras variables a tape computes in this context."""
     original = tf.GradientTape.gradient
 
     def gradient(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:

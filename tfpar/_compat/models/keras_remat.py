@@ -1,7 +1,7 @@
 """Layers whose activations are recomputed: `keras.RematScope` without `tf.recompute_grad` (Keras 3.15).
 
 Keras computes such a layer in `tf.recompute_grad`, which calls it again in the backward pass. On TensorFlow 2.21 this
-draws other Dropout masks, updates BatchNormalization and metrics twice, drops the gradients of added losses, and fails
+draws new Dropout masks, updates BatchNormalization and metrics twice, drops the gradients of added losses, and fails
 in a graph if the layer takes keyword arguments (`_graph_mode_decorator` in
 tensorflow/python/ops/custom_gradient.py). So tfpar calls the layer once and copies its operations instead.
 """

@@ -250,7 +250,7 @@ class _Recorder:
         return symbolic
 
     def _constant(self, leaf: Any) -> Any:
-        """Return the constant behind a placeholder; other arguments unchanged."""
+        """Return the constant that a placeholder stands for; any other argument unchanged."""
         return self._constants[id(leaf)][1] if id(leaf) in self._constants else leaf
 
     def _append(self, operation: Any, args: Any, kwargs: Any, outputs: Any, training: bool | None) -> None:

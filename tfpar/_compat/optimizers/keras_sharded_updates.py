@@ -1,4 +1,4 @@
-"""Optimizer updates of which each process computes the part for its own shards.
+"""Sharded optimizer updates: each process updates its own shards.
 
 Global norms and finite checks still cover the gradients of all processes. Written for Keras 3.15: an optimizer has one
 list per kind of slot, in the order of its weights (keras/src/optimizers/base_optimizer.py).

@@ -46,7 +46,7 @@ def seeded(states: Iterable[Any], seed: int) -> list[tuple[Any, tf.Tensor]]:
     So a study has the same result in every process. `preserved_random_state` restores the states.
 
     Args:
-        states: States of seed generators, each of which gets its own seed.
+        states: States of seed generators; each gets its own seed.
         seed: A small number.
     """
     random.seed(seed)

@@ -30,29 +30,29 @@ def sandboxed(
     Yields:
         The memory of each variable.
     """
-    present = [(values or {}).get(number, _value(variable)) for number, variable in enumerate(variables)]
+    values = values or {}
     memories = [
-        tf.Variable(value, trainable=bool(variable.trainable), name=variable.name)
-        for variable, value in zip(variables, present, strict=True)
-    ]
-    before = [variable._value for variable in variables]
-    _replace(model, variables, memories)
+        tf.Variable(
+            values[number] if number in values else _value(variable), trainable=bool(variable.trainable),
+            name=variable.name,
+        )
+        for number, variable in enumerate(variables)
+    ]  # fmt: skip
     try:
-        yield memories
+        with sharded_memory.replaced(list(zip(variables, memories, strict=True))):
+            _find_slots(model)
+            yield memories
     finally:
-        _replace(model, variables, before)
+        _find_slots(model)
 
 
 def _value(variable: Any) -> tf.Tensor:
     """Return the value of a variable on this process' first device; zeros where another process alone has it."""
     if sharded_memory.is_remote(variable):
         return tf.zeros(variable.shape, variable.dtype)
-    memory = tf_distribute.first_memory(variable)
-    return memory.read_value()
+    return tf_distribute.first_memory(variable).read_value()
 
 
-def _replace(model: keras.Model, variables: Sequence[Any], memories: Sequence[Any]) -> None:
-    for variable, memory in zip(variables, memories, strict=True):
-        variable._value = memory
+def _find_slots(model: keras.Model) -> None:
     for optimizer in keras_variables.optimizers(model):
         keras_variables.find_slots(optimizer)

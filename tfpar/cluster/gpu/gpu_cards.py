@@ -1,4 +1,4 @@
-"""The physical GPU (card) behind each TensorFlow device; several logical devices or workers can share one."""
+"""The physical GPU (card) of each TensorFlow device; several logical devices or workers can share one."""
 
 from __future__ import annotations
 

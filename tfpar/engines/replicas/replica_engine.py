@@ -386,6 +386,11 @@ def described_shares(engine: Engine) -> str:
     return f", batch shares {' : '.join(map(str, shares))}" if len({*shares}) > 1 else ""
 
 
+def averaged_steps(engine: Engine) -> str:
+    """Return the end of a description where replicas average their own steps, else nothing."""
+    return "; own train steps are averaged, not those of one device" * engine.averages_own_steps
+
+
 def local_batch(element: Any) -> Any:
     """Return the examples of all local replicas, each example once."""
     batches, _, example_weight, _, _ = element

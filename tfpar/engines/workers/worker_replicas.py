@@ -25,7 +25,7 @@ from tfpar.engines.workers.metric_sums import MetricSums
 from tfpar.engines.workers.outputs import all_gather_outputs
 from tfpar.engines.workers.shard_messages import CollectiveCommunicator
 from tfpar.engines.workers.worker import Worker
-from tfpar.layout import Shard, shares_of_replicas
+from tfpar.layout import OwnSteps, Shard, shares_of_replicas
 from tfpar.per_model import PerModel
 from tfpar.recomputation.choice import Recompute
 from tfpar.reduction import objective, own_step
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
     batch_dependent_layers: BatchDependentLayers = "refuse"
     shard: Shard | None = None
     batch_shares: tuple[int, ...] | None = None
-    own_steps: Literal["exact", "average"] = "exact"
+    own_steps: OwnSteps = "exact"
     recompute: Recompute = False
 
 
