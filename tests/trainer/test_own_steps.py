@@ -236,6 +236,17 @@ def test_stages_and_sharded_weights_refuse_own_steps(make_strategy: Callable[[],
         tfpar.Trainer(CASES["siamese"].build, make_strategy(), seed=0)
 
 
+def test_log_entries_move_with_their_model() -> None:
+    case = CASES["WGAN-GP"]
+    histories = []
+    for strategies in ((tfpar.SingleDevice, tfpar.SingleDevice), (tfpar.SingleDevice, lambda: tfpar.Mirrored(TWO))):
+        keras.utils.set_random_seed(0)
+        model = case.build()
+        histories.append([tfpar.Trainer(model, make()).fit(case.data(), verbose=0).history for make in strategies])
+    for actual, expected in zip(*histories, strict=True):
+        small.assert_same_history(actual, expected)
+
+
 def test_another_choice_of_own_steps_is_refused() -> None:
     with pytest.raises(ValueError, match='own_steps must be "exact" or "average", received \'mean\''):
         tfpar.Mirrored(TWO, own_steps="mean")  # type: ignore[arg-type]

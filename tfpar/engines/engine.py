@@ -24,7 +24,7 @@ from tfpar.engines.steps.multi_step import SECONDS_PER_CALL
 from tfpar.job import Job
 from tfpar.placement.owners import num_bytes
 from tfpar.recomputation.choice import Recompute
-from tfpar.reduction import metric_logs
+from tfpar.reduction import metric_logs, own_step
 from tfpar.reduction.own_step import PartsOfStep
 from tfpar.reduction.verdict import Verdict
 
@@ -174,7 +174,8 @@ class Engine(abc.ABC):
         Raises:
             ValueError: If the model has variables that are not Keras variables.
         """
-        away = [variable for variable in keras_variables.state(model) if not self._holds(variable)]
+        logged = [variable for metric in own_step.all_last_values(model) for variable in metric.variables]
+        away = [variable for variable in (*keras_variables.state(model), *logged) if not self._holds(variable)]
         if {id(variable) for variable in away} & {id(weight) for weight in model.variables}:
             check_variables(model, self.home)
         for variable in away:

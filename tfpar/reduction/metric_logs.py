@@ -205,7 +205,7 @@ def results_noted(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.Met
 def all_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics of a model and its layers, and the metrics inside them."""
     waiting, metrics = [*model.metrics, *keras_metrics.own_metrics(model), keras_metrics.loss_tracker(model)], {}
-    waiting += [metric for kind in own_step.METHODS for metric in own_step.last_values(model, kind).values()]
+    waiting += own_step.all_last_values(model)
     while waiting:
         metric = waiting.pop()
         if id(metric) not in metrics:

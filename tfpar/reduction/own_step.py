@@ -157,6 +157,11 @@ def last_values(model: keras.Model, kind: str) -> dict[str, LastValue]:
     return {name: metric for name, metric in metrics.items() if isinstance(metric, LastValue)}
 
 
+def all_last_values(model: keras.Model) -> list[LastValue]:
+    """Return the log entries of all own steps of a model that are no results of metrics."""
+    return [metric for kind in METHODS for metric in last_values(model, kind).values()]
+
+
 def results(model: keras.Model, kind: str) -> dict[str, Any] | None:
     """Return the logs of the own steps of a kind; None for a step of Keras, or one that logs nothing."""
     step = step_of(model, kind)
