@@ -245,14 +245,18 @@ def test_a_worker_may_predict_alone(job: workers.Job) -> None:
     assert_same(job.run(predict_on_worker_1)[1], expected)
 
 
-def train_on_batch() -> Any:
-    return cases.initial().model.train_on_batch(parity_cases.inputs(4), parity_cases.labels(4))
+def train_on_batch(model: keras.Model) -> tuple[Any, Any]:
+    return model.train_on_batch(parity_cases.inputs(4), parity_cases.labels(4)), cases.state(model)
 
 
-def test_train_on_batch_is_refused(job: workers.Job) -> None:
-    for result in job.outcomes(train_on_batch):
-        assert isinstance(result, workers.Raised)
-        assert result.message.startswith("train_on_batch is Keras' own, which does not run in a job"), result.trace
+def train_on_batch_of_workers() -> tuple[Any, Any]:
+    return train_on_batch(cases.initial().model)
+
+
+def test_train_on_batch_trains_one_step_on_all_workers(job: workers.Job) -> None:
+    expected = train_on_batch(small.initial_model())
+    for result in job.run(train_on_batch_of_workers):
+        assert_same(result, expected)
 
 
 def call_keras_in_the_model_function(name: str) -> None:

@@ -50,7 +50,7 @@ def replace_methods(trainer: _Trainer) -> None:
     | `predict`            | `trainer.predict`    | Keras' own, by each worker for itself   |
     | `predict_on_batch`   | Keras' own, one copy | Keras' own, by each worker for itself   |
     | `test_on_batch`      | Keras' own           | `trainer.evaluate`: all workers call it |
-    | `train_on_batch`     | Keras' own           | refused                                 |
+    | `train_on_batch`     | Keras' own           | a step of `trainer.fit`: all call it    |
     | `get_metrics_result` | Keras' own           | the last logs, over all workers         |
     | `save`               | Keras' own           | Keras' own, written atomically          |
     | `save_weights`       | Keras' own           | Keras' own, written atomically          |
@@ -79,7 +79,7 @@ def replace_methods(trainer: _Trainer) -> None:
     if strategy.num_workers > 1:
         replacements["predict"] = local_methods["predict"]
         replacements["test_on_batch"] = functools.partial(_test_on_batch, model, type(trainer))
-        replacements["train_on_batch"] = _refuse_train_on_batch
+        replacements["train_on_batch"] = functools.partial(_train_on_batch, model, type(trainer))
         replacements["get_metrics_result"] = functools.partial(keras_metrics.noted_results, model)
     _set_methods(model, replacements)
     if strategy.num_replicas > 1 and strategy.engine.runs_own_steps:
@@ -308,10 +308,3 @@ def _predict_on_batch(model: keras.Model, make_trainer: Callable[..., Any], x: A
 def _num_examples(x: Any) -> int:
     first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
     return int(first.shape[0]) if hasattr(first, "shape") else len(first)
-
-
-def _refuse_train_on_batch(*arguments: Any, **settings: Any) -> None:
-    raise ValueError(
-        "train_on_batch is Keras' own, which does not run in a job of several workers. Use "
-        "trainer.fit(x, y, batch_size=len(x), shuffle=False), which trains one step."
-    )
