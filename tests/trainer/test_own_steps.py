@@ -236,6 +236,13 @@ def test_stages_and_sharded_weights_refuse_own_steps(make_strategy: Callable[[],
         tfpar.Trainer(CASES["siamese"].build, make_strategy(), seed=0)
 
 
+@pytest.mark.parametrize("strategy", ["one device", "replicas"])
+def test_steps_are_counted_where_the_optimizer_of_compile_trains_nothing(strategy: str) -> None:
+    trainer = tfpar.Trainer(CASES["WGAN-GP"].build, STRATEGIES[strategy](), seed=0)
+    trainer.fit(CASES["WGAN-GP"].data(), verbose=0)
+    assert int(trainer.model.optimizer.iterations.numpy()) == 3
+
+
 def test_log_entries_move_with_their_model() -> None:
     case = CASES["WGAN-GP"]
     histories = []

@@ -66,7 +66,9 @@ class OneDevice(SingleReplica):
         """Run one update on a batch, or one per objective; return the loss, a scalar."""
         with self.creation_scope():
             if own_step.overrides(model, "train"):
-                return own_steps.run(model, "train", batch)
+                loss = own_steps.run(model, "train", batch)
+                objective.count_step(model)
+                return loss
             if objective.objectives_of(model):
                 return _train_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -117,8 +119,7 @@ def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
         with keras_optimizer.one_device_optimizer():
             keras_optimizer.apply(optimizer, gradients, weights)
         losses.append(loss)
-    if objective.counts_steps(model):
-        keras_optimizer.count_application(model.optimizer)
+    objective.count_step(model)
     return objective.count(model, losses, data.num_rows(batch))
 
 

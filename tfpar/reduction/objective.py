@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat.models import keras_metrics
+from tfpar._compat.optimizers import keras_optimizer
 from tfpar._compat.random_numbers import random_state
 from tfpar.reduction import own_step
 from tfpar.reduction.gradients.update_order import after_reads
@@ -144,9 +145,10 @@ def updates_of(model: keras.Model) -> list[tuple[Any, list[keras.Variable]]]:
     return [(optimizer, list(weights.values())) for optimizer, weights in updates.values()]
 
 
-def counts_steps(model: keras.Model) -> bool:
-    """Return whether the optimizer of `compile` trains no weights, so that the step must count its `iterations`."""
-    return all(optimizer is not model.optimizer for optimizer, _ in updates_of(model))
+def count_step(model: keras.Model) -> None:
+    """Count a step in the `iterations` of the optimizer of `compile`, if that trains no weights."""
+    if all(optimizer is not model.optimizer for optimizer, _ in updates_of(model)):
+        keras_optimizer.count_application(model.optimizer)
 
 
 def build(

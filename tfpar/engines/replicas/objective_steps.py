@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat.models import keras_losses
-from tfpar._compat.optimizers import keras_optimizer
 from tfpar.engines.replicas.gradient_sums import ReplicaGradients
 from tfpar.reduction import objective
 from tfpar.reduction.losses import BatchWeights
@@ -55,8 +54,7 @@ def train(
             loss, gradients = run(model, on_replica, batch, training=True)
         apply(model, objective.optimizer_of(model, current), objective.trained_by(model, current), gradients)
         losses.append(loss)
-    if objective.counts_steps(model):
-        keras_optimizer.count_application(model.optimizer)
+    objective.count_step(model)
     return _update_metrics(model, losses, batch, run, training=True)
 
 

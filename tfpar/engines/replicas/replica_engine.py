@@ -214,7 +214,10 @@ class ReplicaEngine(ShardsState):
 
     def _run_own_step(self, model: keras.Model, kind: str, batch: Any) -> tf.Tensor:
         step = ReplicaStep(model, kind, self._own_steps[model][kind], self._sum_gradients, self._apply)
-        return step.run(self._runs_of(model), batch)
+        loss = step.run(self._runs_of(model), batch)
+        if kind == "train":
+            objective.count_step(model)
+        return loss
 
     def verdict(self, model: keras.Model) -> Verdict | None:
         """Return the verdict of the study for train steps."""
